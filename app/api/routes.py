@@ -1,0 +1,10 @@
+"""The allow-list: every other path is 404."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from app.api import chat, health, models
+
+router = APIRouter()
+router.routes.extend([*chat.routes, *models.routes, *health.routes])

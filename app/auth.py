@@ -1,0 +1,83 @@
+"""Header → key. Only hashes are configured; every comparison takes the same time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from app.config import KeyConfig
+from app.errors import InvalidApiKey, ModelNotAllowed
+
+_EVERY_MODEL = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """Who asks, and which models (public names) they may use."""
+
+    name: str
+    models: frozenset[str]
+
+    def allows(self, model_id: str) -> bool:
+        """Whether the key may use this model."""
+        return _EVERY_MODEL in self.models or model_id in self.models
+
+    def require(self, model_id: str) -> None:
+        """Raise ModelNotAllowed unless the key may use this model."""
+        if not self.allows(model_id):
+            raise ModelNotAllowed(
+                f"The key {self.name!r} may not use the model {model_id!r}; ask the operator to allow it.",
+                param="model",
+            )
+
+
+# The one caller of a gateway without keys.
+ANONYMOUS = ApiKey(name="anonymous", models=frozenset({_EVERY_MODEL}))
+
+
+class Authenticator:
+    """Finds the key of a request; with no keys configured everybody is ANONYMOUS."""
+
+    def __init__(self, keys: Sequence[KeyConfig]) -> None:
+        self._keys = tuple(
+            (bytes.fromhex(key.hash.removeprefix("sha256:")), ApiKey(key.name, frozenset(key.models))) for key in keys
+        )
+
+    def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> ApiKey:
+        """The key of the ``Authorization: Bearer`` or ``x-api-key`` header; raises InvalidApiKey."""
+        if not self._keys:
+            return ANONYMOUS
+        tokens = {token for name, value in headers if (token := _token(name, value)) is not None}
+        if len(tokens) > 1:
+            raise InvalidApiKey("The request carries two different API keys; send one.")
+        found = self._find(tokens.pop()) if tokens else None
+        if found is None:
+            raise InvalidApiKey("No valid API key was given; send 'Authorization: Bearer KEY' with a key of ours.")
+        return found
+
+    def _find(self, token: bytes) -> ApiKey | None:
+        digest = hashlib.sha256(token).digest()
+        found = None
+        for known, key in self._keys:
+            if hmac.compare_digest(known, digest):
+                found = key
+        return found
+
+
+def _token(name: bytes, value: bytes) -> bytes | None:
+    if name == b"x-api-key":
+        return value.strip()
+    if name == b"authorization":
+        scheme, _, token = value.strip().partition(b" ")
+        # An unknown scheme is a wrong key, not an absent one.
+        return token.strip() if scheme.lower() == b"bearer" else value
+    return None
+
+
+def new_key() -> tuple[str, str]:
+    """A fresh key of 256 random bits, and the hash for the configuration."""
+    key = "lg-" + secrets.token_urlsafe(32)
+    return key, "sha256:" + hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,34 @@
+"""The seam: whatever can count a prompt and answer it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from app.tokens import TokenCounter
+
+
+class Reply(Protocol):
+    """An answer that has begun."""
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The bytes of the event stream as they arrive, cut anywhere."""
+
+
+class Backend(Protocol):
+    """Answers chat requests, ``slots`` at a time."""
+
+    @property
+    def slots(self) -> int:
+        """Requests that it answers at once."""
+
+    @property
+    def counter(self) -> TokenCounter:
+        """Counts prompts against the real context of a slot."""
+
+    def open(self, body: bytes) -> AbstractAsyncContextManager[Reply]:
+        """Start an answer; leaving the context lets go of it at once.
+
+        Raises a RequestError for what the engine refuses, UpstreamFailed when it dies or breaks off.
+        """

@@ -1,0 +1,245 @@
+"""One llama-server of our own: its process, its connection, its real limits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from app.backends.faults import engine_fault
+from app.engine.binary import EngineBinary
+from app.engine.command import Endpoint, build_argv, child_environment
+from app.engine.process import EngineExit, EngineProcess, LaunchSpec, State
+from app.engine.report import MeasuredMemory
+from app.errors import StorageError, UpstreamFailed, UpstreamTimeout
+from app.offload import OffloadPlan
+from app.tokens import TokenCounter, calibrate_template, vocabulary_bound
+
+_log = logging.getLogger(__name__)
+
+# llama-server closes a connection that is idle for 5 s; ours must go first.
+_KEEPALIVE_SECONDS = 3.0
+# Longest silence within an answer: a long prompt on a slow machine sends nothing for minutes.
+_SILENCE_SECONDS = 900.0
+
+
+class _RouteMissingError(Exception):
+    """This build of the engine has no such route."""
+
+
+class _EngineReply:
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        return self._response.content.iter_any()
+
+
+class LocalBackend:
+    """A supervised llama-server. ``start`` makes it ready, ``close`` leaves nothing behind."""
+
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        engine: EngineBinary,
+        *,
+        model_id: str,
+        run_dir: Path,
+        environment: Mapping[str, str],
+        extra_args: Sequence[str] = (),
+    ) -> None:
+        self.plan = plan
+        self.model_id = model_id
+        self._key = secrets.token_urlsafe(32)
+        # The folder is private (0700), and its name short: a socket path may have 107 bytes.
+        stem = secrets.token_hex(4)
+        self._key_file = run_dir / f"{stem}.key"
+        self.endpoint = _endpoint(run_dir / f"{stem}.sock")
+        self.process = EngineProcess(
+            LaunchSpec(
+                name=model_id,
+                argv=build_argv(
+                    plan,
+                    engine,
+                    alias=model_id,
+                    endpoint=self.endpoint,
+                    key_file=self._key_file,
+                    extra_args=tuple(extra_args),
+                ),
+                environment=child_environment(environment),
+                endpoint=self.endpoint,
+                api_key=self._key,
+            )
+        )
+        self._session: aiohttp.ClientSession | None = None
+        self._counter: TokenCounter | None = None
+        self.slots = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request may be sent now."""
+        return self._counter is not None and self.process.state is State.READY
+
+    @property
+    def counter(self) -> TokenCounter:
+        """Counts prompts against the real context of a slot; only after ``start``."""
+        if self._counter is None:
+            raise RuntimeError("the engine has not been started")
+        return self._counter
+
+    @property
+    def measured(self) -> MeasuredMemory:
+        """What the engine's log says it allocated."""
+        return self.process.measured
+
+    async def start(self) -> None:
+        """Load the model and learn the engine's real limits; raises EngineDied, StorageError or UpstreamFailed."""
+        self._write_key()
+        try:
+            self.process.start()
+            await self.process.wait_ready()
+        finally:
+            # The engine has read it by now.
+            self._key_file.unlink(missing_ok=True)
+        self._session = self._connect()
+        await self._learn_limits()
+
+    async def wait_exit(self) -> EngineExit:
+        """Wait for the engine's end."""
+        return await self.process.wait_exit()
+
+    async def close(self) -> None:
+        """Stop the engine and close the connections; idempotent."""
+        # First the connections: an open stream would keep the engine from leaving at once.
+        if self._session is not None:
+            await self._session.close()
+        await self.process.stop()
+        if self.endpoint.socket is not None:
+            self.endpoint.socket.unlink(missing_ok=True)
+
+    @asynccontextmanager
+    async def open(self, body: bytes) -> AsyncIterator[_EngineReply]:
+        """Start a chat answer; leaving the context closes the engine's socket, which frees the slot."""
+        try:
+            response = await self._post("/v1/chat/completions", body)
+            try:
+                if response.status != 200:
+                    raise engine_fault(response.status, await response.read())
+                yield _EngineReply(response)
+            finally:
+                response.close()
+        except TimeoutError as error:
+            raise UpstreamTimeout(f"The engine sent nothing for {_SILENCE_SECONDS:.0f} s.") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamFailed("The engine ended in the middle of the answer; send the request again.") from error
+
+    async def count_chat(self, body: bytes) -> int:
+        """Exact prompt tokens of a chat body."""
+        try:
+            answer = await self._ask("/v1/chat/completions/input_tokens", body)
+        except _RouteMissingError:
+            # Builds before the middle of 2026.
+            rendered = await self._ask("/apply-template", body)
+            return await self.tokenize(str(rendered["prompt"]), special=True)
+        return int(answer["input_tokens"])
+
+    async def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+        """The prompt text that the model's template makes of these messages."""
+        answer = await self._ask("/apply-template", orjson.dumps({"messages": messages}))
+        return str(answer["prompt"])
+
+    async def tokenize(self, text: str, *, special: bool = False) -> int:
+        """Tokens of a text; with ``special`` as the engine counts a rendered prompt, BOS included."""
+        body = orjson.dumps({"content": text, "add_special": special, "parse_special": True})
+        return len((await self._ask("/tokenize", body))["tokens"])
+
+    def _connect(self) -> aiohttp.ClientSession:
+        connector: aiohttp.BaseConnector
+        if self.endpoint.socket is not None:
+            connector = aiohttp.UnixConnector(
+                path=str(self.endpoint.socket), limit=0, keepalive_timeout=_KEEPALIVE_SECONDS
+            )
+        else:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+        return aiohttp.ClientSession(
+            base_url=f"http://127.0.0.1:{self.endpoint.port or 80}",
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_SECONDS),
+            headers={"authorization": f"Bearer {self._key}", "content-type": "application/json"},
+            auto_decompress=False,
+            # Answers may hold an event of any length; we cut them ourselves.
+            read_bufsize=1 << 18,
+        )
+
+    async def _post(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        """One POST, sent again once when a kept connection turns out to have been closed before any byte."""
+        if self._session is None:
+            raise UpstreamFailed("The engine is not running; send the request again.")
+        try:
+            return await self._session.post(path, data=body)
+        except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+            if self.process.state is not State.READY:
+                raise
+            return await self._session.post(path, data=body)
+
+    async def _ask(self, path: str, body: bytes | None = None) -> dict[str, Any]:
+        """A small question outside the slots; raises _RouteMissingError for a route that this build lacks."""
+        try:
+            response = await self._get(path) if body is None else await self._post(path, body)
+            async with response:
+                content = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamFailed("The engine ended before it could answer; send the request again.") from error
+        if response.status == 404:
+            raise _RouteMissingError(path)
+        if response.status != 200:
+            raise engine_fault(response.status, content)
+        answer = orjson.loads(content)
+        if not isinstance(answer, dict):
+            raise UpstreamFailed("The engine gave an answer that is not an object.")
+        return answer
+
+    async def _get(self, path: str) -> aiohttp.ClientResponse:
+        if self._session is None:
+            raise UpstreamFailed("The engine is not running; send the request again.")
+        return await self._session.get(path)
+
+    async def _learn_limits(self) -> None:
+        properties = await self._ask("/props")
+        models = await self._ask("/v1/models")
+        self.slots = int(properties["total_slots"])
+        context_tokens = int(properties["default_generation_settings"]["n_ctx"])
+        vocabulary = await vocabulary_bound(
+            self,
+            vocabulary_type=int(models["data"][0]["meta"].get("vocab_type") or 0),
+            pre_tokenizer=str(self.plan.model.metadata.get("tokenizer.ggml.pre") or ""),
+        )
+        template = await calibrate_template(self) if vocabulary is not None else None
+        self._counter = TokenCounter(self, context_tokens=context_tokens, vocabulary=vocabulary, template=template)
+        _log.info("model %s: %d slots of %d tokens", self.model_id, self.slots, context_tokens)
+
+    def _write_key(self) -> None:
+        try:
+            descriptor = os.open(self._key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(self._key + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"Cannot write to {self._key_file.parent} ({error.strerror}); free some space or set state_dir."
+            ) from None
+
+
+def _endpoint(path: Path) -> Endpoint:
+    """A private socket where the platform has them, else a loopback port of the system's choice."""
+    if hasattr(socket, "AF_UNIX"):
+        return Endpoint(socket=path, port=None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return Endpoint(socket=None, port=server.getsockname()[1])

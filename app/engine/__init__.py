@@ -1,0 +1,1 @@
+"""One llama-server: found, spelt to, started, watched and mourned."""

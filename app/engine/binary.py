@@ -1,0 +1,225 @@
+"""Find a llama-server and learn what it can do, without trusting it to behave."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.engine.environment import child_environment
+from app.engine.probe import ProbeResult, run_probe
+from app.errors import EngineUnusable
+
+_log = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 15.0
+_DEVICES_SECONDS = 30.0
+_CURE = (
+    "install the embedded engine (pip install 'llama-gateway[demo]'), "
+    "or put llama-server on PATH, or name it in engine.binary"
+)
+# Run by path, not by module name: a folder called "app" where the gateway is started must not shadow ours.
+_EMBEDDED_SCRIPT = Path(__file__).with_name("embedded.py")
+
+# `version: 0.7.0 (build 11669, commit abc)`; before August 2026 `version: 10360 (90e6a9131)`.
+_VERSION = re.compile(r"^version: (.+)$", re.MULTILINE)
+_BUILD = re.compile(r"\(build (\d+)")
+_OLD_BUILD = re.compile(r"^version: (\d+) \(", re.MULTILINE)
+# An option starts in column 0: names, a hint for its value, then its help from column 40 on (or on the next line).
+_HELP_ROW = re.compile(r"^(-{1,2}[A-Za-z][\w.-]*(?:, +-{1,2}[A-Za-z][\w.-]*)*)(?: (\S+))?")
+_REMOVED = "the argument has been removed"
+_LOADER_LINE = re.compile(r"^.*(?:error while loading shared libraries|cannot open shared object|symbol lookup error|"
+                          r"Library not loaded|version `[^']+' not found).*$", re.MULTILINE)  # fmt: skip
+_CPU_FLAGS = {
+    "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "bmi2": "BMI2",
+    "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX-VNNI", "amx_tile": "AMX",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBinary:
+    """An engine that answered: how to call it, what it calls itself and which flags it has.
+
+    ``valued_flags`` are those that take a value; ``because`` is one sentence on why this engine was chosen.
+    """
+
+    command: tuple[str, ...]
+    kind: str
+    path: Path
+    version: str
+    build: int | None
+    flags: frozenset[str]
+    because: str
+    valued_flags: frozenset[str] = frozenset()
+
+    def device_list(self) -> str:
+        """What ``--list-devices`` prints, empty when the binary has no such flag; raises EngineUnusable when it fails.
+
+        Bounded at 30 seconds: it creates a context on every device.
+        """
+        if "--list-devices" not in self.flags:
+            return ""
+        result = _run((*self.command, "--list-devices"), self.path, timeout_seconds=_DEVICES_SECONDS)
+        return result.stdout
+
+
+def find_engine(setting: str) -> EngineBinary:
+    """The engine for ``engine.binary``: ``auto``, ``embedded``, or a path; raises EngineUnusable with the cure.
+
+    Runs the candidates, so it takes a second and may block: call it from a thread.
+    """
+    if setting == "embedded":
+        return _embedded("the configuration asks for it")
+    if setting != "auto":
+        return _native(_resolve(setting), "the configuration names it")
+    found = shutil.which("llama-server")
+    if found is None:
+        return _embedded("there is no llama-server on PATH")
+    try:
+        return _native(Path(found), "it is the llama-server on PATH")
+    except EngineUnusable as error:
+        if not _has_embedded():
+            raise
+        _log.warning("llama-server on PATH is not used: %s", error.message)
+        return _embedded(f"the llama-server on PATH does not work ({error.message.rstrip('.')})")
+
+
+def _resolve(setting: str) -> Path:
+    path = Path(setting).expanduser()
+    if path.exists() or os.sep in setting:
+        return path
+    found = shutil.which(setting)
+    return Path(found) if found else path
+
+
+def _has_embedded() -> bool:
+    return importlib.util.find_spec("xllamacpp") is not None
+
+
+def _native(path: Path, why: str) -> EngineBinary:
+    return _probe((str(path),), path, kind="native", because=f"{path} is used, because {why}.")
+
+
+def _embedded(why: str) -> EngineBinary:
+    if not _has_embedded():
+        raise EngineUnusable(f"There is no engine: {why}, and the embedded engine is not installed; {_CURE}.")
+    # -P: nothing from the working directory is imported.
+    command = (sys.executable, "-P", str(_EMBEDDED_SCRIPT))
+    because = f"the embedded engine (xllamacpp) is used, because {why}."
+    return _probe(command, _EMBEDDED_SCRIPT, kind="embedded", because=because)
+
+
+def _probe(command: tuple[str, ...], path: Path, *, kind: str, because: str) -> EngineBinary:
+    version = _run((*command, "--version"), path, timeout_seconds=_PROBE_SECONDS)
+    text = version.stderr + "\n" + version.stdout
+    named = _VERSION.search(text)
+    if named is None:
+        raise EngineUnusable(f"{path} is not a llama-server: its --version prints no version; {_CURE}.")
+    flags, valued = parse_help(_run((*command, "--help"), path, timeout_seconds=_PROBE_SECONDS).stdout)
+    if "--ctx-size" not in flags:
+        raise EngineUnusable(f"{path} is not a llama-server: its --help lists no --ctx-size; {_CURE}.")
+    build = _BUILD.search(text) or _OLD_BUILD.search(text)
+    return EngineBinary(
+        command=command,
+        kind=kind,
+        path=path,
+        version=named[1].strip(),
+        build=int(build[1]) if build else None,
+        flags=flags,
+        because=because[:1].upper() + because[1:],
+        valued_flags=valued,
+    )
+
+
+def parse_help(text: str) -> tuple[frozenset[str], frozenset[str]]:
+    """The flags that a help text lists, and those among them that take a value; removed ones are left out."""
+    flags: set[str] = set()
+    valued: set[str] = set()
+    for line in text.splitlines():
+        row = _HELP_ROW.match(line)
+        if row is None or _REMOVED in line:
+            continue
+        names = re.split(r", +", row[1])
+        flags.update(names)
+        if row[2]:
+            valued.update(names)
+    return frozenset(flags), frozenset(valued)
+
+
+def _run(command: tuple[str, ...], path: Path, *, timeout_seconds: float) -> ProbeResult:
+    try:
+        result = run_probe(command, environment=child_environment(os.environ), timeout_seconds=timeout_seconds)
+    except OSError as error:
+        raise EngineUnusable(f"{path} cannot be started: {_os_reason(error, path)}.") from error
+    if result.returncode == 0:
+        return result
+    asked = command[-1]
+    raise EngineUnusable(f"{path} does not work: {_exit_reason(result, asked, timeout_seconds)}.")
+
+
+def _os_reason(error: OSError, path: Path) -> str:
+    if isinstance(error, FileNotFoundError):
+        if path.exists():
+            return "the loader or interpreter that it names is missing; install the build for this system"
+        return f"there is no such file; correct engine.binary, or {_CURE}"
+    if isinstance(error, PermissionError):
+        if path.is_dir():
+            return "it is a folder; name the program in it"
+        return "it is not executable; run chmod +x on it (and look for noexec on its file system)"
+    if error.errno == errno.ENOEXEC:
+        return f"it is not a program for this kind of machine ({os.uname().machine}); install the right build"
+    return f"{error.strerror}; {_CURE}"
+
+
+def _exit_reason(result: ProbeResult, asked: str, timeout_seconds: float) -> str:
+    if result.returncode is None:
+        return f"it did not answer {asked} within {timeout_seconds:g} seconds; {_CURE}"
+    loader = _LOADER_LINE.search(result.stderr)
+    if loader is not None:
+        return f"a library is missing ({_quoted(loader[0])}); install it, or {_CURE}"
+    number = _signal_number(result.returncode)
+    if number == signal.SIGILL:
+        return f"it is built for another CPU{_missing_cpu_flags()}; install a build for this CPU, or {_CURE}"
+    if number is not None:
+        return f"it was killed by {_signal_name(number)} when asked for {asked}; install another build, or {_CURE}"
+    last = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "it printed nothing")
+    return f"{asked} ended with exit code {result.returncode} ({_quoted(last)}); {_CURE}"
+
+
+def _signal_number(returncode: int) -> int | None:
+    if returncode < 0:
+        return -returncode
+    # A shell around the program reports a signal this way.
+    return returncode - 128 if 128 < returncode < 160 else None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _missing_cpu_flags() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    line = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    if line is None:
+        return ""
+    present = set(line[1].split())
+    missing = [name for flag, name in _CPU_FLAGS.items() if flag not in present]
+    return f" (this one has no {', '.join(missing)})" if missing else ""
+
+
+def _quoted(line: str) -> str:
+    text = " ".join(line.split())
+    return text if len(text) <= 300 else text[:297] + "..."

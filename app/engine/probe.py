@@ -1,0 +1,86 @@
+"""Run a program once, bounded in time and in output, whatever it does."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+_LIMIT_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a program answered; ``returncode`` is None when the deadline killed it, negative for a signal."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def run_probe(command: Sequence[str], *, environment: Mapping[str, str], timeout_seconds: float) -> ProbeResult:
+    """Run ``command`` to its end or to the deadline; raises OSError when it cannot start.
+
+    At most 1 MiB of each stream is kept. The end is that of the process, not of its pipes: a grandchild may hold those
+    for ever. The whole group is killed.
+    """
+    with subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        outputs = {process.stdout: bytearray(), process.stderr: bytearray()}
+        try:
+            finished = _collect(process, outputs, time.monotonic() + timeout_seconds)
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        stdout, stderr = (bytes(output).decode("utf-8", "replace") for output in outputs.values())
+    return ProbeResult(process.returncode if finished else None, stdout, stderr)
+
+
+def _collect(process: subprocess.Popen[bytes], outputs: dict[IO[bytes], bytearray], deadline: float) -> bool:
+    with selectors.DefaultSelector() as selector:
+        for stream in outputs:
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ)
+        while time.monotonic() < deadline:
+            # Asked before the read, so that what a finished process wrote last is still read below.
+            finished = process.poll() is not None
+            for key, _ in selector.select(0 if finished else 0.05):
+                stream = key.fileobj
+                assert not isinstance(stream, int)
+                if not _read_into(outputs[stream], stream.fileno()):  # type: ignore[index]
+                    selector.unregister(stream)
+            if finished:
+                return True
+            if not selector.get_map():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.05)
+    return False
+
+
+def _read_into(output: bytearray, descriptor: int) -> bool:
+    """Read what is there; False at the end of the stream."""
+    for _ in range(16):
+        try:
+            chunk = os.read(descriptor, _CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        if not chunk:
+            return False
+        output += chunk[: max(0, _LIMIT_BYTES - len(output))]
+    return True

@@ -1,0 +1,248 @@
+"""The life of one engine: started, watched until it is ready, watched until it ends, reaped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.engine.child import Child
+from app.engine.endpoint import Endpoint
+from app.engine.health import HealthProbe
+from app.engine.output import EngineOutput
+from app.engine.report import Cause, EngineExit, MeasuredMemory, MemoryReport, cause_of_death
+from app.engine.state import TRANSITIONS, State
+
+__all__ = ["EngineDied", "EngineExit", "EngineProcess", "LaunchSpec", "State"]
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PROBE_SECONDS = 0.02
+_SLOWEST_PROBE_SECONDS = 0.25
+_EXIT_LINES = 60
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSpec:
+    """How to start one engine; ``stall_seconds`` is how long a load may show no progress (log, resident size)."""
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    endpoint: Endpoint
+    api_key: str
+    grace_seconds: float = 5
+    stall_seconds: float = 120
+
+
+class EngineDied(Exception):
+    """The engine ended before it was ready; ``exit`` says why."""
+
+    def __init__(self, exit: EngineExit) -> None:
+        super().__init__(exit.sentence)
+        self.exit = exit
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """The messages of one life: stop it; the start is over, well or not; this is how it ended."""
+
+    stop_asked: asyncio.Event
+    start_over: asyncio.Event
+    ended: asyncio.Future[EngineExit]
+    tasks: list[asyncio.Task[None]]
+
+
+class EngineProcess:
+    """One engine, which may be started again after it has ended.
+
+    ``start`` and ``stop`` decide and move in one synchronous step. One task owns the child from spawn to reap and is
+    the only writer of everything below; cancelling who waits does not touch it.
+    """
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self.spec = spec
+        self._state = State.STOPPED
+        self._child: Child | None = None
+        self._exit: EngineExit | None = None
+        self._output = EngineOutput()
+        self._report = MemoryReport()
+        self._life: _Life | None = None
+
+    @property
+    def state(self) -> State:
+        """Where it is in its life."""
+        return self._state
+
+    @property
+    def pid(self) -> int | None:
+        """The live process, None when there is none."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def exit(self) -> EngineExit | None:
+        """How the last life ended; None before that and while one lasts."""
+        return self._exit
+
+    @property
+    def measured(self) -> MeasuredMemory:
+        """What the engine has said of its memory in this life."""
+        return self._report.measured()
+
+    def resident_bytes(self) -> int:
+        """Resident size of the process, 0 when there is none."""
+        return 0 if self._child is None else self._child.resident_bytes()
+
+    def log_tail(self, count: int = 100) -> list[str]:
+        """Its last log lines, oldest first; at most 400 are kept."""
+        return self._output.tail(count)
+
+    def start(self) -> None:
+        """Begin a life; only from STOPPED or FAILED, within a running loop."""
+        self._move(State.STARTING)
+        loop = asyncio.get_running_loop()
+        self._exit, self._output, self._report = None, EngineOutput(), MemoryReport()
+        life = self._life = _Life(asyncio.Event(), asyncio.Event(), loop.create_future(), [])
+        life.tasks.append(loop.create_task(self._own(life), name=f"engine {self.spec.name}"))
+
+    async def wait_ready(self) -> None:
+        """Until it answers; raises EngineDied when it ends first or is being stopped."""
+        life = self._current_life()
+        await life.start_over.wait()
+        if self._life is not life or self._state is not State.READY:
+            raise EngineDied(await asyncio.shield(life.ended))
+
+    async def wait_exit(self) -> EngineExit:
+        """Until this life has ended and everything of it is reaped."""
+        return await asyncio.shield(self._current_life().ended)
+
+    async def stop(self) -> EngineExit:
+        """Ask it to end and wait until it is reaped; again and again if you like."""
+        if self._life is None:
+            return EngineExit(None, Cause.ASKED, State.STOPPED)
+        self._life.stop_asked.set()
+        if self._state in {State.STARTING, State.READY}:
+            self._move(State.STOPPING)
+        return await self.wait_exit()
+
+    def _current_life(self) -> _Life:
+        assert self._life is not None, "start() comes first"
+        return self._life
+
+    def _move(self, to: State) -> None:
+        assert to in TRANSITIONS[self._state], f"{self._state} -> {to}"
+        _log.debug("engine %s: %s -> %s", self.spec.name, self._state, to)
+        self._state = to
+
+    # --- the owner: nothing below is called from anywhere else --------------------------------------------------------
+
+    async def _own(self, life: _Life) -> None:
+        oom_kills_before = _oom_kills()
+        cause: Cause | None = Cause.ASKED  # what stays when the loop is torn down around us
+        returncode: int | None = None
+        try:
+            cause = await self._live(life)
+            returncode = await self._reap()
+            if returncode is None and cause is Cause.ASKED:
+                cause = Cause.HANG  # it would not go, and its memory has not come back
+        finally:
+            if self._child is not None:
+                returncode, self._child = self._child.kill_now(), None
+            lines = self._output.tail(_EXIT_LINES)
+            phase = State.READY if life.start_over.is_set() else State.STARTING
+            if cause is None:
+                kills = _difference(oom_kills_before, _oom_kills())
+                cause = cause_of_death(returncode=returncode, phase=phase, lines=lines, oom_kills=kills)
+            self._finish(life, EngineExit(returncode, cause, phase, tuple(lines)))
+
+    async def _live(self, life: _Life) -> Cause | None:
+        """Spawn and watch until something ends this life: a stop, a hang, or (None) the process itself."""
+        self._unlink_socket()
+        try:
+            self._child = await Child.spawn(self.spec.argv, self.spec.environment, self._on_output)
+        except OSError as error:
+            self._on_output(f"launcher: cannot execute {self.spec.argv[0]}: {error.strerror}\n".encode())
+            return None
+        loop = asyncio.get_running_loop()
+        loading = loop.create_task(self._watch_start(self._child))
+        ends = {loop.create_task(self._child.wait()), loop.create_task(life.stop_asked.wait())}
+        try:
+            await asyncio.wait({loading, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if not any(end.done() for end in ends):
+                if not loading.result():
+                    return Cause.HANG
+                self._become_ready(life)
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return Cause.ASKED if life.stop_asked.is_set() else None
+        finally:
+            for task in (loading, *ends):
+                task.cancel()
+            await asyncio.gather(loading, *ends, return_exceptions=True)
+
+    async def _watch_start(self, child: Child) -> bool:
+        """True once ``/health`` says 200, False after ``stall_seconds`` without any progress."""
+        loop = asyncio.get_running_loop()
+        progress, progress_at, pause = (0, 0), loop.time(), _FIRST_PROBE_SECONDS
+        async with HealthProbe(self.spec.endpoint) as probe:
+            while not await probe.ready():
+                now = loop.time()
+                seen = (self._output.lines_seen, child.resident_bytes())
+                if seen != progress:
+                    progress, progress_at = seen, now
+                elif now - progress_at > self.spec.stall_seconds:
+                    return False
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, _SLOWEST_PROBE_SECONDS)
+        return True
+
+    def _become_ready(self, life: _Life) -> None:
+        if not life.stop_asked.is_set():
+            self._move(State.READY)
+            life.start_over.set()
+
+    async def _reap(self) -> int | None:
+        if self._state is not State.STOPPING:
+            self._move(State.STOPPING)
+        if self._child is None:
+            return None
+        returncode = await self._child.reap(grace_seconds=self.spec.grace_seconds)
+        self._child = None
+        self._report.feed(self._output.close())
+        return returncode
+
+    def _finish(self, life: _Life, exit: EngineExit) -> None:
+        self._unlink_socket()
+        self._exit = exit
+        if self._state is not State.STOPPING:
+            self._move(State.STOPPING)
+        self._move(State.STOPPED if exit.cause is Cause.ASKED else State.FAILED)
+        life.start_over.set()
+        if not life.ended.done():
+            life.ended.set_result(exit)
+
+    def _on_output(self, data: bytes) -> None:
+        self._report.feed(self._output.feed(data))
+
+    def _unlink_socket(self) -> None:
+        # The engine leaves its socket behind and refuses to bind over a stale one.
+        if self.spec.endpoint.socket is not None:
+            with suppress(OSError):
+                self.spec.endpoint.socket.unlink(missing_ok=True)
+
+
+def _oom_kills() -> int | None:
+    """How many processes the kernel has ended for memory since it started; None where it does not say."""
+    try:
+        found = _OOM_KILLS.search(Path("/proc/vmstat").read_text(encoding="ascii"))
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def _difference(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before

@@ -1,0 +1,27 @@
+"""Architectures by what they keep per layer; an unknown one gets the generic formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.memory.families import attention, encoder, hybrid, latent, sliding
+from app.memory.families.family import Family, LayerCache
+
+__all__ = ["Family", "LayerCache", "family_of"]
+
+_REGISTRY: Mapping[str, Family] = {
+    architecture: family
+    for family in (
+        attention.FAMILY,
+        *encoder.FAMILIES,
+        *hybrid.FAMILIES,
+        *latent.FAMILIES,
+        *sliding.FAMILIES,
+    )
+    for architecture in family.architectures
+}
+
+
+def family_of(architecture: str) -> Family:
+    """The formulas of an architecture; ``known`` is False when they are only the generic ones."""
+    return _REGISTRY.get(architecture, attention.UNKNOWN)

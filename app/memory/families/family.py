@@ -1,0 +1,42 @@
+"""What an architecture family tells the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.memory.shape import ModelShape
+
+
+class LayerCache(NamedTuple):
+    """What one layer keeps: K and V elements per cell, its window (0: every cell), f32 state elements per sequence."""
+
+    key: int = 0
+    value: int = 0
+    window: int = 0
+    state: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Formulas of a group of architectures.
+
+    ``layer_caches`` has one entry per layer, draft-head blocks left out. The rest are terms of the compute buffer:
+    ``extra_rows`` rows of the embedding width beyond the usual ones, ``expert_rows`` intermediate rows per used expert.
+    """
+
+    name: str
+    architectures: frozenset[str]
+    layer_caches: Callable[[ModelShape], tuple[LayerCache, ...]]
+    known: bool = True
+    causal: bool = True
+    extra_rows: int = 0
+    expert_rows: int = 3
+    hybrid: bool = False
+
+
+def attention_cache(shape: ModelShape, layer: int, *, window: int = 0) -> LayerCache:
+    """K and V of a plain attention layer (llama.cpp src/llama-kv-cache.cpp, n_embd_k_gqa and n_embd_v_gqa)."""
+    heads = shape.kv_heads[layer]
+    return LayerCache(shape.key_length * heads, shape.value_length * heads, window)

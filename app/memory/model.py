@@ -1,0 +1,158 @@
+"""One model's bytes under any placement; what the header says is summed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from app.gguf import ModelFacts
+from app.memory.compute import GraphTerms, device_compute_bytes, host_compute_bytes
+from app.memory.families import LayerCache, family_of
+from app.memory.layout import HOST, layer_owners
+from app.memory.ledger import DeviceLedger, HostLedger, MemoryLedger
+from app.memory.placement import Placement, padded
+from app.memory.projector import projector_bytes
+from app.memory.shape import read_shape
+from app.memory.weights import read_weights
+
+_F32 = 4
+_MIB = 1 << 20
+
+
+def estimate(
+    facts: ModelFacts, placement: Placement, *, device_names: Sequence[str], mmproj: ModelFacts | None = None
+) -> MemoryLedger:
+    """Bytes of a model per device and in RAM. Raises ModelFileError when its header cannot be right."""
+    return MemoryModel(facts, mmproj=mmproj).ledger(placement, device_names=device_names)
+
+
+class MemoryModel:
+    """The formulas of one model, ready for many placements. Raises ModelFileError when the header cannot be right."""
+
+    def __init__(self, facts: ModelFacts, *, mmproj: ModelFacts | None = None) -> None:
+        self.shape = read_shape(facts)
+        self.family = family_of(self.shape.architecture)
+        self.weights = read_weights(self.shape)
+        self.caches = self.family.layer_caches(self.shape)
+        self.mmproj_bytes = projector_bytes(mmproj) if mmproj is not None else 0
+
+    @property
+    def known(self) -> bool:
+        """Whether the architecture has formulas of its own, not only the generic ones."""
+        return self.family.known
+
+    @property
+    def all_layers(self) -> int:
+        """``gpu_layers`` when everything is on devices: every block and the output layer."""
+        return self.shape.blocks + 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there is anything that ``cpu_moe_layers`` moves."""
+        return any(block.experts_bytes for block in self.weights.blocks)
+
+    def ledger(self, placement: Placement, *, device_names: Sequence[str]) -> MemoryLedger:
+        """Bytes per device and in RAM under ``placement``."""
+        owners = layer_owners(self.all_layers, placement, devices=len(device_names))
+        terms = self._terms(placement, owners)
+        return MemoryLedger(
+            devices=tuple(
+                self._device(placement, owners, terms, index=index, name=name)
+                for index, name in enumerate(device_names)
+            ),
+            host=self._host(placement, owners, terms),
+        )
+
+    def layer_bytes(self, placement: Placement, layer: int) -> int:
+        """What entry ``layer`` of the stack (the last is the output layer) costs the device that holds it."""
+        if layer == self.shape.blocks:
+            return self.weights.output_bytes + self.weights.tied_bytes
+        block = self.weights.blocks[layer]
+        experts = 0 if layer < placement.cpu_moe_layers else block.experts_bytes
+        return block.dense_bytes + experts + self.kv_bytes(placement, [layer]) + self.state_bytes(placement, [layer])
+
+    def kv_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
+        """K and V of these layers, all slots (llama.cpp src/llama-kv-cache.cpp)."""
+        width = 0 if placement.flash_attention else max((cache.value for cache in self.caches), default=0)
+        total = 0
+        for cache in self._caches_of(layers):
+            # Without flash attention V is transposed and as wide as the widest layer's.
+            value = max(cache.value, width) if cache.value else 0
+            row = placement.kv_cache_k.row_bytes(cache.key) + placement.kv_cache_v.row_bytes(value)
+            total += row * cells_of(cache, placement)
+        return total * placement.parallel
+
+    def state_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
+        """Recurrent state of these layers, one row per slot (llama.cpp src/llama-memory-recurrent.cpp)."""
+        return _F32 * sum(cache.state for cache in self._caches_of(layers)) * placement.parallel
+
+    def checkpoint_bytes(self, placement: Placement) -> int:
+        """One context checkpoint of one slot: its recurrent state and its windowed K and V; 0 for plain attention."""
+        windowed = [layer for layer, cache in enumerate(self.caches) if cache.window]
+        everything = range(len(self.caches))
+        return (self.kv_bytes(placement, windowed) + self.state_bytes(placement, everything)) // placement.parallel
+
+    def _device(
+        self, placement: Placement, owners: Sequence[int], terms: GraphTerms, *, index: int, name: str
+    ) -> DeviceLedger:
+        mmproj = self.mmproj_bytes if placement.mmproj_on == name else 0
+        if index not in owners:
+            return DeviceLedger(name=name, mmproj_bytes=mmproj)
+        blocks = [layer for layer in range(self.shape.blocks) if owners[layer] == index]
+        output = self.weights.output_bytes + self.weights.tied_bytes if owners[-1] == index else 0
+        return DeviceLedger(
+            name=name,
+            weights_bytes=output + sum(self.weights.blocks[layer].dense_bytes for layer in blocks),
+            experts_bytes=self._experts(layer for layer in blocks if layer >= placement.cpu_moe_layers),
+            kv_cache_bytes=self.kv_bytes(placement, blocks),
+            state_bytes=self.state_bytes(placement, blocks),
+            compute_bytes=device_compute_bytes(self.shape, self.family, placement, terms),
+            mmproj_bytes=mmproj,
+        )
+
+    def _host(self, placement: Placement, owners: Sequence[int], terms: GraphTerms) -> HostLedger:
+        blocks = [layer for layer in range(self.shape.blocks) if owners[layer] == HOST]
+        output = self.weights.output_bytes if owners[-1] == HOST else 0
+        mmproj = self.mmproj_bytes if placement.mmproj_on == "host" else 0
+        in_ram = self._expert_layers_in_ram(placement, owners)
+        return HostLedger(
+            weights_bytes=self.weights.input_bytes
+            + output
+            + mmproj
+            + sum(self.weights.blocks[layer].dense_bytes for layer in blocks),
+            experts_bytes=self._experts(in_ram),
+            kv_cache_bytes=self.kv_bytes(placement, blocks),
+            state_bytes=self.state_bytes(placement, blocks),
+            compute_bytes=host_compute_bytes(self.shape, self.family, placement, terms),
+            prompt_cache_bytes=placement.cache_ram_mib * _MIB,
+            checkpoints_bytes=self.checkpoint_bytes(placement) * placement.context_checkpoints * placement.parallel,
+        )
+
+    def _terms(self, placement: Placement, owners: Sequence[int]) -> GraphTerms:
+        on_host = [layer for layer in range(self.shape.blocks) if owners[layer] == HOST]
+        in_ram = self._expert_layers_in_ram(placement, owners)
+        kinds = {cache.window: cells_of(cache, placement) for cache in self.caches if cache.key}
+        return GraphTerms(
+            cells=sum(kinds.values()) if self.family.causal else placement.graph_tokens,
+            largest_expert_bytes=max((self.weights.blocks[layer].largest_expert_bytes for layer in in_ram), default=0),
+            early_experts_in_ram=len(in_ram) > 1,
+            has_host_layers=bool(on_host),
+            alone=len(on_host) == self.shape.blocks and owners[-1] == HOST,
+        )
+
+    def _expert_layers_in_ram(self, placement: Placement, owners: Sequence[int]) -> list[int]:
+        return [
+            layer for layer in range(self.shape.blocks) if layer < placement.cpu_moe_layers or owners[layer] == HOST
+        ]
+
+    def _experts(self, layers: Iterable[int]) -> int:
+        return sum(self.weights.blocks[layer].experts_bytes for layer in layers)
+
+    def _caches_of(self, layers: Iterable[int]) -> Iterable[LayerCache]:
+        return (self.caches[layer] for layer in layers if layer < len(self.caches))
+
+
+def cells_of(cache: LayerCache, placement: Placement) -> int:
+    """Cells per slot: a window keeps itself and one ubatch (llama.cpp src/llama-kv-cache-iswa.cpp)."""
+    if not cache.window:
+        return placement.cells
+    return padded(min(placement.cells, cache.window + placement.graph_tokens))

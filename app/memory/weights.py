@@ -1,0 +1,70 @@
+"""Tensors by where the loader puts them (llama.cpp src/llama-model.cpp load_tensors, src/llama-arch.cpp)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from app.gguf import TensorInfo
+from app.memory.shape import ModelShape
+
+_BLOCK = re.compile(r"(?:^|\.)blk\.(\d{1,9})\.")
+_EXPERT = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
+_INPUT = re.compile(r"(?:token_embd(?:_norm)?|position_embd|token_types|per_layer_token_embd)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """Bytes of one block; ``largest_expert_bytes`` is its largest expert tensor, the unit of op-offload copies."""
+
+    dense_bytes: int = 0
+    experts_bytes: int = 0
+    largest_expert_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """Bytes of a model by the loader's classes.
+
+    ``input_bytes`` always stay in RAM, ``output_bytes`` go with the output layer, ``tied_bytes`` are loaded a second
+    time beside the output when that is on a device and the file has no output matrix of its own.
+    """
+
+    blocks: tuple[BlockWeights, ...]
+    input_bytes: int
+    output_bytes: int
+    tied_bytes: int
+
+
+def read_weights(shape: ModelShape) -> ModelWeights:
+    """Sum the tensor table; blocks of a draft head (``blk`` beyond ``layers``) are not loaded and weigh nothing."""
+    parts: list[list[TensorInfo]] = [[] for _ in range(shape.layers)]
+    input_bytes = output_bytes = embedding_bytes = 0
+    has_output = False
+    for tensor in shape.facts.tensors:
+        block = _BLOCK.search(tensor.name)
+        if block is not None:
+            number = int(block[1])
+            if number < shape.layers:
+                parts[number].append(tensor)
+            elif number >= shape.blocks:
+                output_bytes += tensor.size_bytes
+        elif _INPUT.match(tensor.name):
+            input_bytes += tensor.size_bytes
+            if tensor.name == "token_embd.weight":
+                embedding_bytes = tensor.size_bytes
+        else:
+            output_bytes += tensor.size_bytes
+            has_output = has_output or tensor.name == "output.weight"
+    return ModelWeights(
+        blocks=tuple(_sum_block(part) for part in parts) + (BlockWeights(),) * (shape.blocks - shape.layers),
+        input_bytes=input_bytes,
+        output_bytes=output_bytes,
+        tied_bytes=0 if has_output else embedding_bytes,
+    )
+
+
+def _sum_block(tensors: list[TensorInfo]) -> BlockWeights:
+    experts = [tensor.size_bytes for tensor in tensors if _EXPERT.search(tensor.name)]
+    total = sum(tensor.size_bytes for tensor in tensors)
+    return BlockWeights(total - sum(experts), sum(experts), max(experts, default=0))

@@ -1,0 +1,129 @@
+"""From a model, a machine and a wish to a plan, or to the numbers that forbid it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from app.errors import DoesNotFit
+from app.gguf import ModelFacts
+from app.hardware import Machine
+from app.memory import KVType, MemoryModel, Placement
+from app.offload.base import base_placement, cache_types
+from app.offload.devices import DeviceSearch
+from app.offload.expected import expect
+from app.offload.host import fit_caches, fits_ram
+from app.offload.plan import OffloadPlan, mib
+from app.offload.reasons import explain
+from app.offload.wish import Wish
+
+
+def plan_offload(facts: ModelFacts, machine: Machine, wish: Wish, *, mmproj: ModelFacts | None = None) -> OffloadPlan:
+    """Choose every placement flag for ``facts`` on ``machine``.
+
+    Order: all on the devices; else experts of the fewest layers in RAM; else fewer layers. Context and parallel
+    requests are kept or refused. Raises DoesNotFit with the numbers, ModelFileError for an impossible header.
+    """
+    model = MemoryModel(facts, mmproj=mmproj)
+    search = DeviceSearch.over(model, machine.devices, reserve_bytes=wish.vram_reserve_bytes)
+    placement = _Planner(model, machine, wish, search).place()
+    ledger = search.ledger(placement)
+    return OffloadPlan(
+        model=facts,
+        machine=machine,
+        placement=placement,
+        memory=ledger,
+        expected=expect(model, placement, ledger),
+        reasons=explain(model, machine, wish, placement),
+        wish=wish,
+        mmproj=mmproj,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planner:
+    model: MemoryModel
+    machine: Machine
+    wish: Wish
+    search: DeviceSearch
+
+    @property
+    def ram_budget_bytes(self) -> int:
+        return self.machine.ram_available_bytes - self.wish.ram_reserve_bytes
+
+    def place(self) -> Placement:
+        """The chosen placement with caches in RAM. Raises DoesNotFit."""
+        self._check_devices()
+        base = base_placement(self.model, self.machine, self.wish)
+        chosen = self._choose_cache_type(base)
+        if self.wish.require_gpu and not chosen.gpu_layers:
+            raise self._refuse(replace(chosen, gpu_layers=1, cpu_moe_layers=self.model.shape.blocks), "require_gpu")
+        return fit_caches(self.model, chosen, self.search.ledger(chosen), budget_bytes=self.ram_budget_bytes)
+
+    def _check_devices(self) -> None:
+        wanted = "require_gpu" if self.wish.require_gpu else "gpu_layers" if self.wish.gpu_layers else None
+        if wanted and not self.machine.devices:
+            raise DoesNotFit(
+                f"{wanted} asks for a device but the engine sees none: check driver and engine build with "
+                "`llama-gateway doctor`, or take that setting away.",
+                numbers={"devices": 0},
+            )
+
+    def _choose_cache_type(self, base: Placement) -> Placement:
+        """f16 when it costs no layer against q8_0; q4_0 unasked only when nothing else fits into RAM."""
+        kinds = cache_types(self.model, self.wish)
+        if len(kinds) == 1:
+            return self._with_cache_type(base, kinds[0])
+        precise, compact = (self._with_cache_type(base, kind) for kind in kinds[:2])
+        if _notch(precise) == _notch(compact) and self._in_ram(precise):
+            return precise
+        return compact if self._in_ram(compact) else self._with_cache_type(base, kinds[-1])
+
+    def _with_cache_type(self, base: Placement, kind: KVType) -> Placement:
+        """The best placement with this cache; the projector comes last and never costs a layer."""
+        base = replace(base, kv_cache_k=kind, kv_cache_v=kind)
+        placed = self._on_devices(base)
+        if placed is None:
+            raise self._refuse(self._exact(base), "offload")
+        if not self.model.mmproj_bytes:
+            return placed
+        if placed.gpu_layers:
+            beside = self._on_devices(replace(base, mmproj_on=self.search.names[0]))
+            if beside is not None and _notch(beside) == _notch(placed):
+                return beside
+        return replace(placed, mmproj_on="host")
+
+    def _on_devices(self, base: Placement) -> Placement | None:
+        """The best placement, or exactly the wished one, or None when that does not fit."""
+        if self.wish.gpu_layers is None and self.wish.cpu_moe_layers is None:
+            return self.search.best(base)
+        exact = self._exact(base)
+        return self.search.place(exact) if exact.gpu_layers else exact
+
+    def _exact(self, base: Placement) -> Placement:
+        """What the operator asked for; numbers above the model's mean all, as for the engine."""
+        everything = self.model.all_layers if self.machine.devices else 0
+        wished = self.wish.gpu_layers
+        return replace(
+            base,
+            gpu_layers=everything if wished is None else min(max(0, wished), everything),
+            cpu_moe_layers=min(max(0, self.wish.cpu_moe_layers or 0), self.model.shape.blocks),
+        )
+
+    def _in_ram(self, placement: Placement) -> bool:
+        return fits_ram(self.search.ledger(placement), budget_bytes=self.ram_budget_bytes)
+
+    def _refuse(self, placement: Placement, setting: str) -> DoesNotFit:
+        """The refusal of a placement that was demanded."""
+        even = replace(placement, tensor_split=tuple(float(budget) for budget in self.search.budgets))
+        needed = sum(device.total_bytes for device in self.search.ledger(even).devices)
+        budget = sum(self.search.budgets)
+        return DoesNotFit(
+            f"{self.model.shape.facts.name} with {placement.gpu_layers} layers on {' + '.join(self.search.names)} "
+            f"and experts of {placement.cpu_moe_layers} layers in RAM, as {setting} asks, needs {mib(needed)} there, "
+            f"but only {mib(budget)} may be used: set offload to auto, or take a smaller context or model.",
+            numbers={"device_needed_bytes": needed, "device_budget_bytes": budget},
+        )
+
+
+def _notch(placement: Placement) -> tuple[int, int]:
+    return placement.gpu_layers, placement.cpu_moe_layers

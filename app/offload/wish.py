@@ -1,0 +1,25 @@
+"""What the operator asks for, in the user's units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Intentions; None leaves a choice to the planner, anything else is kept exactly or refused.
+
+    ``context`` is in tokens for each request, prompt and answer together.
+    """
+
+    context: int | None = None
+    parallel: int = 1
+    kv_cache: str = "auto"
+    gpu_layers: int | None = None
+    cpu_moe_layers: int | None = None
+    vram_reserve_bytes: int = 512 * _MIB
+    ram_reserve_bytes: int = 2048 * _MIB
+    embedding: bool = False
+    require_gpu: bool = False

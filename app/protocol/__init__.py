@@ -1,0 +1,18 @@
+"""The wire: the fields that we read, the rest untouched; the engine's stream, cut and metered."""
+
+from app.protocol.answer import ChatAnswer
+from app.protocol.chat import ChatRequest, parse_chat_request
+from app.protocol.sse import EventTooLong, SSESplitter, event_data
+from app.protocol.usage import Timings, Usage, UsageMeter
+
+__all__ = [
+    "ChatAnswer",
+    "ChatRequest",
+    "EventTooLong",
+    "SSESplitter",
+    "Timings",
+    "Usage",
+    "UsageMeter",
+    "event_data",
+    "parse_chat_request",
+]

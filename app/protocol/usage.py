@@ -1,0 +1,160 @@
+"""Meter the engine's stream while it goes by: tokens, speed, finish, error; parse only what can carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from app.protocol.sse import SSESplitter, event_data
+
+# A chunk without any of these cannot change what the meter knows, and is forwarded unread. Inside a JSON string the
+# quotes would be escaped, so that generated text never matches by accident.
+_MARKS = (b'"usage":', b'"error":', b"[DONE]", b'"finish_reason":"')
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer, by the engine's own count."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @classmethod
+    def read(cls, usage: Mapping[str, Any]) -> Usage:
+        """From a ``usage`` object; missing numbers are 0."""
+        details = usage.get("prompt_tokens_details") or {}
+        return cls(
+            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            completion_tokens=int(usage.get("completion_tokens") or 0),
+            cached_tokens=int(details.get("cached_tokens") or 0),
+        )
+
+    def plus_choice(self, other: Usage) -> Usage:
+        """The usage of two choices of one prompt: the prompt counts once, as in OpenAI's API."""
+        return Usage(
+            prompt_tokens=max(self.prompt_tokens, other.prompt_tokens),
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cached_tokens=max(self.cached_tokens, other.cached_tokens),
+        )
+
+    def document(self) -> dict[str, Any]:
+        """OpenAI's ``usage`` object."""
+        return {
+            "completion_tokens": self.completion_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Speed of one answer as the engine measured it, in tokens per second; None where it measured nothing."""
+
+    prompt_tokens_per_second: float | None
+    generation_tokens_per_second: float | None
+
+    @classmethod
+    def read(cls, timings: Mapping[str, Any]) -> Timings:
+        """From llama-server's ``timings``; the first generated token is part of the prompt's time."""
+        prompt_seconds = float(timings.get("prompt_ms") or 0) / 1000
+        decode_seconds = float(timings.get("predicted_ms") or 0) / 1000
+        prompt_tokens = int(timings.get("prompt_n") or 0)
+        decode_tokens = int(timings.get("predicted_n") or 0) - 1
+        return cls(
+            prompt_tokens_per_second=prompt_tokens / prompt_seconds if prompt_seconds > 0 else None,
+            generation_tokens_per_second=(
+                decode_tokens / decode_seconds if decode_seconds > 0 and decode_tokens > 0 else None
+            ),
+        )
+
+
+class UsageMeter:
+    """Watches one chat stream and says what of it the client gets.
+
+    Everything goes through unchanged but the usage chunks: they are ours unless the client asked for them, and with
+    several choices the engine sends one per choice where OpenAI's API has a single one before ``[DONE]``.
+    """
+
+    def __init__(self, *, keep_usage: bool, choices: int = 1) -> None:
+        self._keep_usage = keep_usage
+        self._choices = choices
+        self._splitter = SSESplitter()
+        self._last_usage: dict[str, Any] | None = None
+        self.events = 0
+        self.usage: Usage | None = None
+        self.timings: Timings | None = None
+        self.finished = 0
+        self.done = False
+        self.error: dict[str, Any] | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the engine ended the answer as it should: every choice finished, then ``[DONE]``."""
+        return self.done and self.finished >= self._choices and self.error is None
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated: the engine's count, else one per event that passed (the first carries the role only)."""
+        return self.usage.completion_tokens if self.usage is not None else max(0, self.events - self._choices)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What of ``chunk`` goes to the client now; raises EventTooLong."""
+        if not self._splitter.pending and chunk.endswith(b"\n\n") and not any(mark in chunk for mark in _MARKS):
+            self.events += chunk.count(b"\n\n")
+            return chunk
+        return b"".join(self._inspect(event) for event in self._splitter.feed(chunk))
+
+    def _inspect(self, event: bytes) -> bytes:
+        if self.error is not None or self.done:
+            return b""
+        if not any(mark in event for mark in _MARKS):
+            self.events += 1
+            return event
+        data = event_data(event)
+        if data.strip() == b"[DONE]":
+            if self.finished < self._choices:
+                self.error = {"message": "the engine ended the stream before the answer was finished"}
+                return b""
+            self.done = True
+            return self._merged_usage() + event
+        return self._read(event, data)
+
+    def _read(self, event: bytes, data: bytes) -> bytes:
+        try:
+            chunk = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            self.error = {"message": "the engine sent an event that is not JSON"}
+            return b""
+        if not isinstance(chunk, dict):
+            return event
+        if chunk.get("error"):
+            self.error = chunk["error"] if isinstance(chunk["error"], dict) else {"message": str(chunk["error"])}
+            return b""
+        choices = chunk.get("choices") or []
+        self.finished += sum(1 for choice in choices if choice.get("finish_reason"))
+        if not chunk.get("usage"):
+            self.events += 1
+            return event
+        return self._take_usage(event, chunk, is_only_usage=not choices)
+
+    def _take_usage(self, event: bytes, chunk: dict[str, Any], *, is_only_usage: bool) -> bytes:
+        usage = Usage.read(chunk["usage"])
+        self.usage = usage if self.usage is None else self.usage.plus_choice(usage)
+        if chunk.get("timings"):
+            self.timings = Timings.read(chunk["timings"])
+        if not is_only_usage:
+            return event
+        self._last_usage = chunk
+        return event if self._keep_usage and self._choices == 1 else b""
+
+    def _merged_usage(self) -> bytes:
+        """The single usage chunk of an answer with several choices."""
+        if not self._keep_usage or self._choices == 1 or self._last_usage is None or self.usage is None:
+            return b""
+        chunk = {key: value for key, value in self._last_usage.items() if key != "timings"}
+        return b"data: " + orjson.dumps(chunk | {"usage": self.usage.document()}) + b"\n\n"

@@ -1,0 +1,157 @@
+"""The load generator: a process of its own that puts the three loads on one address and prints what it saw as JSON.
+
+`python -m tests.bench.load '{"port": …, …}'` with the fields of `Load`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import uvloop
+
+from .client import BadAnswer, Client, Meter, Reply, connect, render_request
+from .processes import cpu_seconds, resident_bytes
+
+EVENTS_BESIDE_CONTENT = 3  # role, finish, [DONE]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What to put on which address; the processes whose CPU is read."""
+
+    port: int
+    model: str
+    proxy_pids: Sequence[int]
+    engine_pids: Sequence[int]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    streams: int = 64
+    rate: float = 50.0
+    seconds: float = 12.0
+    bursts: int = 10
+    requests: int = 2000
+    connections: int = 8
+
+    def request(self, *, stream: bool, max_tokens: int) -> bytes:
+        return render_request(self.port, self.headers, model=self.model, stream=stream, max_tokens=max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """CPU seconds of everybody, and the events so far, at one moment."""
+
+    at: float
+    proxy: float
+    engine: float
+    generator: float
+    events: int
+
+    @classmethod
+    def take(cls, load: Load, meter: Meter) -> Sample:
+        proxy, engine = cpu_seconds(load.proxy_pids), cpu_seconds(load.engine_pids)
+        return cls(time.monotonic(), proxy, engine, time.process_time(), meter.events)
+
+
+async def open_stream(load: Load, meter: Meter, *, max_tokens: int) -> Reply:
+    """One stream on a connection of its own; the clock runs from before the connect."""
+    sent_at = time.monotonic()
+    client = await connect(load.port, meter)
+    try:
+        return await client.request(load.request(stream=True, max_tokens=max_tokens), sent_at=sent_at)
+    finally:
+        client.close()
+
+
+async def measure_bursts(load: Load) -> dict[str, object]:
+    """All streams at once, several times: seconds from the connect to the first event."""
+    seconds: list[float] = []
+    for _ in range(load.bursts):
+        replies = await asyncio.gather(*(open_stream(load, Meter(), max_tokens=2) for _ in range(load.streams)))
+        check_streams(replies, max_tokens=2)
+        seconds += [reply.first_at - reply.sent_at for reply in replies]
+    return {"first_token_seconds": seconds}
+
+
+async def measure_streams(load: Load) -> dict[str, object]:
+    """Long streams side by side; the CPU of a window in which all of them run."""
+    meter = Meter()
+    max_tokens = round((load.seconds + 2) * load.rate)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(open_stream(load, meter, max_tokens=max_tokens)) for _ in range(load.streams)]
+        await asyncio.sleep(1)
+        before = Sample.take(load, meter)
+        await asyncio.sleep(load.seconds)
+        after = Sample.take(load, meter)
+        resident = resident_bytes(load.proxy_pids)
+    replies = [task.result() for task in tasks]
+    check_streams(replies, max_tokens=max_tokens)
+    wall = after.at - before.at
+    events = after.events - before.events
+    return {
+        "events": events,
+        "events_per_second": events / wall,
+        "cpu_seconds_per_event": (after.proxy - before.proxy) / events,
+        "engine_load": (after.engine - before.engine) / wall,
+        "generator_load": (after.generator - before.generator) / wall,
+        "resident_bytes": resident,
+        "event_bytes": round(len(replies[0].body()) / (max_tokens + EVENTS_BESIDE_CONTENT)),
+    }
+
+
+def check_streams(replies: Sequence[Reply], *, max_tokens: int) -> None:
+    """Raises BadAnswer unless all streams are complete and say the same."""
+    texts = {reply.text(events=max_tokens + EVENTS_BESIDE_CONTENT) for reply in replies}
+    if len(texts) != 1:
+        raise BadAnswer(f"{len(texts)} different texts in {len(replies)} equal streams")
+
+
+async def measure_requests(load: Load) -> dict[str, object]:
+    """Small answers without streaming, over kept connections."""
+    meter = Meter()
+    before = Sample.take(load, meter)
+    share = -(-load.requests // load.connections)
+    seconds = await asyncio.gather(*(ask_in_turn(load, meter, share) for _ in range(load.connections)))
+    after = Sample.take(load, meter)
+    count = share * load.connections
+    return {
+        "requests": count,
+        "cpu_seconds_per_request": (after.proxy - before.proxy) / count,
+        "request_seconds": [value for part in seconds for value in part],
+    }
+
+
+async def ask_in_turn(load: Load, meter: Meter, count: int) -> list[float]:
+    """Seconds of each request; a connection that the server has closed is opened again."""
+    request = load.request(stream=False, max_tokens=2)
+    client: Client | None = None
+    seconds: list[float] = []
+    while len(seconds) < count:
+        if client is None or not client.is_open:
+            client = await connect(load.port, meter)
+        try:
+            reply = await client.request(request)
+        except ConnectionError:  # a kept connection that the server closes as we write: every client tries again once
+            client = await connect(load.port, meter)
+            reply = await client.request(request)
+        if reply.status() != 200 or not json.loads(reply.body())["choices"][0]["message"]["content"]:
+            raise BadAnswer(f"status {reply.status()}: {reply.body()[:300]!r}")
+        seconds.append(reply.done_at - reply.sent_at)
+        if b"connection: close" in reply.raw.partition(b"\r\n\r\n")[0].lower():
+            client.close()
+    if client is not None:
+        client.close()
+    return seconds
+
+
+async def measure(load: Load) -> dict[str, object]:
+    """Bursts, streams and requests, in this order; the memory before them."""
+    idle = {"idle_resident_bytes": resident_bytes(load.proxy_pids)}
+    return idle | await measure_bursts(load) | await measure_streams(load) | await measure_requests(load)
+
+
+if __name__ == "__main__":
+    print(json.dumps(uvloop.run(measure(Load(**json.loads(sys.argv[1]))))))

@@ -1,0 +1,435 @@
+"""GGUF files with the metadata and tensor table of a known model and a hole instead of data.
+
+They plan, probe and verify like the real file: 20 GB apparent, a few kB or MB on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+from app.gguf import TENSOR_TYPES
+
+TYPES = {kind.name: number for number, kind in TENSOR_TYPES.items()}
+ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A row of the tensor table."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+
+    @property
+    def size_bytes(self) -> int:
+        kind = TENSOR_TYPES[TYPES[self.type]]
+        elements = 1
+        for dimension in self.shape:
+            elements *= dimension
+        return elements // kind.block * kind.size
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model to write; ``keys`` get the architecture's prefix."""
+
+    architecture: str
+    keys: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    vocabulary: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class U32(int):
+    """An integer that is written as 32 bits, as the engine wants its hyperparameters."""
+
+
+def write(path: Path, shape: Shape, *, words: bool = False, extra: Mapping[str, Any] | None = None) -> Path:
+    """Write ``shape``; ``words`` adds a vocabulary of that size with merges, else it has none."""
+    metadata: dict[str, Any] = {"general.architecture": shape.architecture, "general.name": path.stem}
+    metadata |= {f"{shape.architecture}.{key}": value for key, value in shape.keys.items()}
+    metadata |= _tokenizer(shape.vocabulary) if words else {"tokenizer.ggml.model": "none"}
+    metadata[f"{shape.architecture}.vocab_size"] = U32(shape.vocabulary)
+    metadata |= shape.metadata | (extra or {})
+    head = header(metadata, shape.tensors)
+    data_bytes = sum(padded(tensor.size_bytes) for tensor in shape.tensors)
+    with path.open("wb") as file:
+        file.write(head + bytes(-len(head) % ALIGNMENT))
+        file.truncate(file.tell() + data_bytes)
+    return path
+
+
+def header(metadata: Mapping[str, Any], tensors: Sequence[Tensor], *, version: int = 3) -> bytes:
+    """The bytes before the data section, without padding."""
+    parts = [b"GGUF", pack("<IQQ", version, len(tensors), len(metadata))]
+    parts += [text(key) + value(item) for key, item in metadata.items()]
+    offset = 0
+    for tensor in tensors:
+        dimensions = pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
+        parts.append(text(tensor.name) + dimensions + pack("<IQ", TYPES[tensor.type], offset))
+        offset += padded(tensor.size_bytes)
+    return b"".join(parts)
+
+
+def text(string: str) -> bytes:
+    """A GGUF string."""
+    raw = string.encode()
+    return pack("<Q", len(raw)) + raw
+
+
+def value(item: Any) -> bytes:
+    """A GGUF value with its type number in front."""
+    if isinstance(item, list):
+        return pack("<I", 9) + _array(item)
+    number, raw = _scalar(item)
+    return pack("<I", number) + raw
+
+
+def padded(size_bytes: int) -> int:
+    """The space of a tensor in the file."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _array(items: list[Any]) -> bytes:
+    scalars = [_scalar(item) for item in items]
+    number = scalars[0][0] if scalars else 8
+    return pack("<IQ", number, len(items)) + b"".join(raw for _, raw in scalars)
+
+
+def _scalar(item: Any) -> tuple[int, bytes]:
+    if isinstance(item, bool):
+        return 7, pack("<?", item)
+    if isinstance(item, U32):
+        return 4, pack("<I", item)
+    if isinstance(item, int):
+        return 5, pack("<i", item)
+    if isinstance(item, float):
+        return 6, pack("<f", item)
+    return 8, text(item)
+
+
+def _tokenizer(count: int) -> dict[str, Any]:
+    words = [f"w{number:x}" for number in range(count)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.token_type": [1] * count,
+        "tokenizer.ggml.merges": [f"{word} {word}" for word in words],
+        "tokenizer.ggml.eos_token_id": U32(0),
+        "tokenizer.chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+    }
+
+
+Kind = Callable[[str, int], str]
+
+
+def uniform(kind: str) -> Kind:
+    """Every matrix of one type."""
+    return lambda _name, _layer: kind
+
+
+def q4_k_m(layers: int) -> Kind:
+    """What llama-quantize writes as Q4_K_M: Q6_K for V and down matrices of about half of the blocks."""
+
+    def choose(name: str, layer: int) -> str:
+        eighth = layers // 8
+        more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+        if name == "output" or (more and name.startswith(("attn_v", "ffn_down"))):
+            return "Q6_K"
+        return "Q5_K" if name == "attn_qkv" else "Q4_K"
+
+    return choose
+
+
+@dataclass
+class _Table:
+    """Collects rows of a tensor table."""
+
+    kind: Kind
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def matrix(self, name: str, *shape: int, layer: int = -1, kind: str | None = None) -> None:
+        prefix = "" if layer < 0 else f"blk.{layer}."
+        self.tensors.append(Tensor(f"{prefix}{name}.weight", shape, kind or self.kind(name, layer)))
+
+    def vector(self, name: str, *shape: int, layer: int = -1) -> None:
+        self.matrix(name, *shape, layer=layer, kind="F32")
+
+    def plain(self, name: str, *shape: int, layer: int) -> None:
+        self.tensors.append(Tensor(f"blk.{layer}.{name}", shape, "F32"))
+
+
+def dense(
+    *,
+    architecture: str = "llama",
+    layers: int = 32,
+    embedding: int = 4096,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_length: int = 128,
+    feed_forward: int = 14336,
+    vocabulary: int = 128256,
+    context: int = 131072,
+    kind: Kind | None = None,
+    tied: bool = False,
+    keys: Mapping[str, Any] | None = None,
+) -> Shape:
+    """A dense transformer: llama, qwen2, qwen3 or gemma3."""
+    table = _Table(kind or q4_k_m(layers))
+    _ends(table, embedding, vocabulary, tied=tied)
+    for layer in range(layers):
+        _attention(table, layer, architecture, embedding, heads, kv_heads, head_length)
+        table.vector("ffn_norm", embedding, layer=layer)
+        _feed_forward(table, layer, embedding, feed_forward)
+    return Shape(
+        architecture,
+        _keys(layers, embedding, heads, kv_heads, head_length, context)
+        | {"feed_forward_length": U32(feed_forward)}
+        | (keys or {}),
+        table.tensors,
+        vocabulary,
+    )
+
+
+def mixture(
+    *,
+    architecture: str = "qwen3moe",
+    layers: int = 48,
+    embedding: int = 2048,
+    heads: int = 32,
+    kv_heads: int = 4,
+    head_length: int = 128,
+    experts: int = 128,
+    used: int = 8,
+    expert_feed_forward: int = 768,
+    vocabulary: int = 151936,
+    context: int = 40960,
+    kind: Kind | None = None,
+) -> Shape:
+    """A mixture of experts with plain attention: qwen3moe."""
+    table = _Table(kind or q4_k_m(layers))
+    _ends(table, embedding, vocabulary)
+    for layer in range(layers):
+        _attention(table, layer, architecture, embedding, heads, kv_heads, head_length)
+        table.vector("ffn_norm", embedding, layer=layer)
+        _experts(table, layer, embedding, expert_feed_forward, experts)
+    keys = _keys(layers, embedding, heads, kv_heads, head_length, context)
+    return Shape(architecture, keys | _expert_keys(experts, used, expert_feed_forward), table.tensors, vocabulary)
+
+
+def qwen35moe(
+    *,
+    layers: int = 40,
+    embedding: int = 2048,
+    experts: int = 256,
+    expert_feed_forward: int = 512,
+    vocabulary: int = 248320,
+    kind: Kind | None = None,
+    draft_head: bool = False,
+) -> Shape:
+    """Qwen3.5/3.6-35B-A3B: three gated delta nets to one attention layer, 256 experts and a shared one."""
+    table = _Table(kind or q4_k_m(layers))
+    _ends(table, embedding, vocabulary)
+    blocks = layers + draft_head
+    for layer in range(blocks):
+        if (layer + 1) % 4 and layer < layers:
+            _delta_net(table, layer, embedding)
+        else:
+            _gated_attention(table, layer, embedding)
+        table.vector("post_attention_norm", embedding, layer=layer)
+        _experts(table, layer, embedding, expert_feed_forward, experts)
+        _shared_expert(table, layer, embedding, expert_feed_forward)
+    if draft_head:
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            table.vector(f"nextn.{name}", embedding, layer=layers)
+        table.matrix("nextn.eh_proj", 2 * embedding, embedding, layer=layers)
+    keys = _keys(blocks, embedding, 16, 2, 256, 262144)
+    keys |= _expert_keys(experts, 8, expert_feed_forward)
+    keys |= {
+        "expert_shared_feed_forward_length": U32(expert_feed_forward),
+        "rope.dimension_count": U32(64),
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "ssm.conv_kernel": U32(4),
+        "ssm.state_size": U32(128),
+        "ssm.group_count": U32(16),
+        "ssm.time_step_rank": U32(32),
+        "ssm.inner_size": U32(4096),
+        "full_attention_interval": U32(4),
+    }
+    if draft_head:
+        keys["nextn_predict_layers"] = U32(1)
+    return Shape("qwen35moe", keys, table.tensors, vocabulary)
+
+
+def gpt_oss(*, layers: int = 24, experts: int = 32, vocabulary: int = 201088) -> Shape:
+    """gpt-oss-20b: windows in every other layer, MXFP4 experts with biases, attention sinks."""
+    embedding, heads, kv_heads, head_length, used = 2880, 64, 8, 64, 4
+    table = _Table(uniform("Q8_0"))
+    _ends(table, embedding, vocabulary)
+    for layer in range(layers):
+        _attention(table, layer, "gpt-oss", embedding, heads, kv_heads, head_length)
+        for name, width in (("attn_q", heads), ("attn_k", kv_heads), ("attn_v", kv_heads)):
+            table.plain(f"{name}.bias", width * head_length, layer=layer)
+        table.plain("attn_output.bias", embedding, layer=layer)
+        table.vector("attn_sinks", heads, layer=layer)
+        table.vector("post_attention_norm", embedding, layer=layer)
+        table.vector("ffn_gate_inp", embedding, experts, layer=layer)
+        table.plain("ffn_gate_inp.bias", experts, layer=layer)
+        for name in ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"):
+            table.matrix(name, embedding, embedding, experts, layer=layer, kind="MXFP4")
+            table.plain(f"{name}.bias", embedding, experts, layer=layer)
+    keys = _keys(layers, embedding, heads, kv_heads, head_length, 131072) | _expert_keys(experts, used, embedding)
+    return Shape("gpt-oss", keys | {"attention.sliding_window": U32(128)}, table.tensors, vocabulary)
+
+
+def gemma3(*, layers: int = 34, vocabulary: int = 262144, kind: Kind | None = None) -> Shape:
+    """gemma-3-4b: five windows to one full layer, tied embeddings."""
+    shape = dense(
+        architecture="gemma3",
+        layers=layers,
+        embedding=2560,
+        heads=8,
+        kv_heads=4,
+        head_length=256,
+        feed_forward=10240,
+        vocabulary=vocabulary,
+        kind=kind,
+        tied=True,
+        keys={"attention.sliding_window": U32(1024)},
+    )
+    table = _Table(uniform("F32"), list(shape.tensors))
+    for layer in range(layers):
+        table.vector("post_attention_norm", 2560, layer=layer)
+        table.vector("post_ffw_norm", 2560, layer=layer)
+    return Shape(shape.architecture, shape.keys, table.tensors, vocabulary)
+
+
+def deepseek2(*, layers: int = 27, vocabulary: int = 102400, kind: Kind | None = None) -> Shape:
+    """DeepSeek-V2-Lite: latent attention, one dense block in front, 64 experts and shared ones."""
+    embedding, heads, latent, rope, nope, experts, width = 2048, 16, 512, 64, 128, 64, 1408
+    table = _Table(kind or uniform("Q8_0"))
+    _ends(table, embedding, vocabulary)
+    for layer in range(layers):
+        table.vector("attn_norm", embedding, layer=layer)
+        table.matrix("attn_q", embedding, heads * (nope + rope), layer=layer)
+        table.matrix("attn_kv_a_mqa", embedding, latent + rope, layer=layer)
+        table.vector("attn_kv_a_norm", latent, layer=layer)
+        table.matrix("attn_k_b", nope, latent, heads, layer=layer)
+        table.matrix("attn_v_b", latent, nope, heads, layer=layer)
+        table.matrix("attn_output", heads * nope, embedding, layer=layer)
+        table.vector("ffn_norm", embedding, layer=layer)
+        if layer == 0:
+            _feed_forward(table, layer, embedding, 10944)
+            continue
+        _experts(table, layer, embedding, width, experts)
+        for name, shape in (("gate", (embedding, 2 * width)), ("up", (embedding, 2 * width)), ("down", (2 * width, embedding))):
+            table.matrix(f"ffn_{name}_shexp", *shape, layer=layer)
+    keys = _keys(layers, embedding, heads, 1, latent + rope, 163840)
+    keys |= _expert_keys(experts, 6, width)
+    keys |= {
+        "feed_forward_length": U32(10944),
+        "leading_dense_block_count": U32(1),
+        "expert_shared_count": U32(2),
+        "expert_weights_scale": 1.0,
+        "attention.kv_lora_rank": U32(latent),
+        "attention.value_length": U32(latent),
+        "attention.key_length_mla": U32(nope + rope),
+        "attention.value_length_mla": U32(nope),
+        "rope.dimension_count": U32(rope),
+    }
+    return Shape("deepseek2", keys, table.tensors, vocabulary)
+
+
+def _keys(layers: int, embedding: int, heads: int, kv_heads: int, head_length: int, context: int) -> dict[str, Any]:
+    return {
+        "block_count": U32(layers),
+        "context_length": U32(context),
+        "embedding_length": U32(embedding),
+        "attention.head_count": U32(heads),
+        "attention.head_count_kv": U32(kv_heads),
+        "attention.key_length": U32(head_length),
+        "attention.value_length": U32(head_length),
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1e6,
+        "rope.dimension_count": U32(head_length),
+    }
+
+
+def _expert_keys(experts: int, used: int, width: int) -> dict[str, Any]:
+    return {
+        "expert_count": U32(experts),
+        "expert_used_count": U32(used),
+        "expert_feed_forward_length": U32(width),
+    }
+
+
+def _ends(table: _Table, embedding: int, vocabulary: int, *, tied: bool = False) -> None:
+    table.matrix("token_embd", embedding, vocabulary)
+    table.vector("output_norm", embedding)
+    if not tied:
+        table.matrix("output", embedding, vocabulary)
+
+
+def _attention(
+    table: _Table, layer: int, architecture: str, embedding: int, heads: int, kv_heads: int, length: int
+) -> None:
+    table.vector("attn_norm", embedding, layer=layer)
+    table.matrix("attn_q", embedding, heads * length, layer=layer)
+    table.matrix("attn_k", embedding, kv_heads * length, layer=layer)
+    table.matrix("attn_v", embedding, kv_heads * length, layer=layer)
+    table.matrix("attn_output", heads * length, embedding, layer=layer)
+    if architecture in ("qwen3", "qwen3moe", "gemma3"):
+        table.vector("attn_q_norm", length, layer=layer)
+        table.vector("attn_k_norm", length, layer=layer)
+    if architecture == "qwen2":
+        for name, width in (("attn_q", heads), ("attn_k", kv_heads), ("attn_v", kv_heads)):
+            table.plain(f"{name}.bias", width * length, layer=layer)
+
+
+def _gated_attention(table: _Table, layer: int, embedding: int) -> None:
+    table.vector("attn_norm", embedding, layer=layer)
+    table.matrix("attn_q", embedding, 8192, layer=layer)
+    table.matrix("attn_k", embedding, 512, layer=layer)
+    table.matrix("attn_v", embedding, 512, layer=layer)
+    table.matrix("attn_output", 4096, embedding, layer=layer)
+    table.vector("attn_q_norm", 256, layer=layer)
+    table.vector("attn_k_norm", 256, layer=layer)
+
+
+def _delta_net(table: _Table, layer: int, embedding: int) -> None:
+    table.vector("attn_norm", embedding, layer=layer)
+    table.matrix("attn_qkv", embedding, 8192, layer=layer)
+    table.matrix("attn_gate", embedding, 4096, layer=layer)
+    table.vector("ssm_conv1d", 4, 8192, layer=layer)
+    table.plain("ssm_dt.bias", 32, layer=layer)
+    table.plain("ssm_a", 32, layer=layer)
+    table.matrix("ssm_alpha", embedding, 32, layer=layer)
+    table.matrix("ssm_beta", embedding, 32, layer=layer)
+    table.vector("ssm_norm", 128, layer=layer)
+    table.matrix("ssm_out", 4096, embedding, layer=layer)
+
+
+def _feed_forward(table: _Table, layer: int, embedding: int, width: int) -> None:
+    table.matrix("ffn_gate", embedding, width, layer=layer)
+    table.matrix("ffn_up", embedding, width, layer=layer)
+    table.matrix("ffn_down", width, embedding, layer=layer)
+
+
+def _experts(table: _Table, layer: int, embedding: int, width: int, experts: int) -> None:
+    table.vector("ffn_gate_inp", embedding, experts, layer=layer)
+    table.matrix("ffn_gate_exps", embedding, width, experts, layer=layer)
+    table.matrix("ffn_up_exps", embedding, width, experts, layer=layer)
+    table.matrix("ffn_down_exps", width, embedding, experts, layer=layer)
+
+
+def _shared_expert(table: _Table, layer: int, embedding: int, width: int) -> None:
+    table.vector("ffn_gate_inp_shexp", embedding, layer=layer)
+    table.matrix("ffn_gate_shexp", embedding, width, layer=layer)
+    table.matrix("ffn_up_shexp", embedding, width, layer=layer)
+    table.matrix("ffn_down_shexp", width, embedding, layer=layer)
