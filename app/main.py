@@ -10,10 +10,9 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -99,8 +98,22 @@ def bind(settings: Settings) -> socket.socket:
         ) from None
 
 
+class StopRequest:
+    """The wish to stop: ``asked`` by the first signal, ``insisted`` on by the second."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+
+    def ask(self) -> None:
+        """Ask, or insist."""
+        if self.asked.is_set():
+            self.insisted.set()
+        self.asked.set()
+
+
 class Server(uvicorn.Server):
-    """uvicorn, telling the gateway first that it stops; ``started_event`` is set once it accepts requests."""
+    """uvicorn for one gateway; ``started_event`` is set once it accepts requests."""
 
     def __init__(self, gateway: Gateway) -> None:
         server = gateway.settings.server
@@ -121,41 +134,64 @@ class Server(uvicorn.Server):
         self._gateway = gateway
         self.started_event = asyncio.Event()
 
+    async def serve_until(self, stop: StopRequest, listener: socket.socket) -> None:
+        """Serve until the stop is asked for; let open answers end unless it is insisted on."""
+        watchers = [asyncio.create_task(self._drain(stop)), asyncio.create_task(self._hurry(stop))]
+        try:
+            await self.serve(sockets=[listener])
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept."""
         await super().startup(sockets)
         self.started_event.set()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal to stop: no new traffic from here on."""
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are handled by ``run``, which also hears those that come before the server has started."""
+        yield
+
+    async def _drain(self, stop: StopRequest) -> None:
+        await stop.asked.wait()
         self._gateway.is_draining = True
-        super().handle_exit(sig, frame)
+        self.should_exit = True
+
+    async def _hurry(self, stop: StopRequest) -> None:
+        await stop.insisted.wait()
+        self.force_exit = True
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run the main coroutine on the fast loop; SIGTERM and SIGINT stop it gently and the exit code is 0."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn raises the signal again after it has shut down; nothing is left to do then.
-        signal.signal(number, _already_stopped)
+def run(main: Callable[[StopRequest], Coroutine[Any, Any, None]]) -> None:
+    """Run the main coroutine on the fast loop; SIGTERM and SIGINT ask it to stop."""
     factory = None if sys.platform == "win32" else uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(main())
+        runner.run(_with_signals(main))
 
 
-async def serve(settings: Settings) -> None:
-    """Serve until a signal; raises SetupError for what the operator has to mend."""
-    listener = bind(settings)
-    with listener:
+async def _with_signals(main: Callable[[StopRequest], Coroutine[Any, Any, None]]) -> None:
+    stop, loop = StopRequest(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        try:
+            loop.add_signal_handler(number, stop.ask)
+        except NotImplementedError:
+            # Windows has signals, but its loop has no handlers for them.
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.ask))
+    await main(stop)
+
+
+async def serve(settings: Settings, stop: StopRequest) -> None:
+    """Serve until asked to stop; raises SetupError for what the operator has to mend."""
+    with bind(settings) as listener:
         engine = await asyncio.to_thread(find_engine, settings.engine.binary)
         _log.info("engine: %s", engine.because)
         async with open_gateway(settings, engine) as gateway:
             host, port = listener.getsockname()[:2]
-            _log.info("serving %s on http://%s:%d/v1", ", ".join(m.id for m in gateway.catalog), host, port)
-            await Server(gateway).serve(sockets=[listener])
-
-
-def _already_stopped(number: int, frame: FrameType | None) -> None:
-    pass
+            names = ", ".join(model.id for model in gateway.catalog)
+            _log.info("serving %s on http://%s:%d/v1", names, f"[{host}]" if ":" in host else host, port)
+            await Server(gateway).serve_until(stop, listener)
 
 
 def _make_run_dir(state_dir: Path) -> Path:

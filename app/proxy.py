@@ -16,7 +16,7 @@ from app.backends.faults import fault_of
 from app.config import ModelCatalog, ModelConfig
 from app.errors import ContextLengthExceeded, GatewayError, UpstreamFailed
 from app.metrics import Metrics
-from app.protocol import ChatAnswer, ChatRequest, EventTooLong, UsageMeter
+from app.protocol import ChatAnswer, ChatRequest, EventTooLong, Usage, UsageMeter
 from app.scheduler import Scheduler
 from app.supervisor import Supervisor
 from app.tokens import Admission
@@ -108,11 +108,10 @@ class ExchangeResponse:
 
     async def _relay(self, reply: Reply, admission: Admission, send: Send) -> None:
         async for chunk in reply.chunks():
-            body = self._feed(chunk)
-            if self._first_byte is None:
-                self._first_byte = time.monotonic()
-                await send(_start(200, _EVENT_STREAM + _context_headers(admission)))
-            if body:
+            if body := self._feed(chunk):
+                if self._first_byte is None:
+                    self._first_byte = time.monotonic()
+                    await send(_start(200, _EVENT_STREAM + _context_headers(admission)))
                 await send(_body(body))
         self._require_complete()
         await send(_body(b"", more=False))
@@ -121,11 +120,12 @@ class ExchangeResponse:
         answer = ChatAnswer()
         first_byte: float | None = None
         async for chunk in reply.chunks():
-            first_byte = first_byte or time.monotonic()
-            answer.feed(self._feed(chunk))
+            if body := self._feed(chunk):
+                first_byte = first_byte or time.monotonic()
+                answer.feed(body)
         self._require_complete()
         self._first_byte = first_byte
-        body = answer.body(self._meter.usage) if self._meter.usage else b""
+        body = answer.body(self._meter.usage or Usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send(_start(200, headers + _context_headers(admission)))
         await send(_body(body, more=False))

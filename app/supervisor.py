@@ -15,7 +15,7 @@ from app.config import MemoryConfig, ModelCatalog, ModelConfig
 from app.engine.binary import EngineBinary
 from app.engine.process import EngineDied, EngineExit, State
 from app.engine.report import Cause
-from app.errors import Draining, GatewayError, ModelFailed, ModelLoading
+from app.errors import Draining, ModelFailed, ModelLoading
 from app.gguf import ModelFacts, read_header
 from app.hardware import probe_machine
 from app.metrics import Metrics
@@ -222,11 +222,12 @@ class _Unit:
                 self._metrics.engine_restarts.labels(self._model.id, died.exit.cause.value).inc()
                 await asyncio.sleep(_BACK_OFF_SECONDS)
             self._end(State.STOPPED)
-        except (GatewayError, EngineDied) as error:
-            self._fail(error)
-        except BaseException:
+        except asyncio.CancelledError:
             self._end(State.STOPPED)
             raise
+        except Exception as error:
+            # Whatever it was, nobody may be left waiting for it, and it must not be tried again at once.
+            self._fail(error)
 
     async def _serve(self, backend: LocalBackend) -> _Death:
         """Be READY until the engine ends."""
@@ -241,10 +242,12 @@ class _Unit:
             self.backend = None
             await backend.close()
 
-    def _fail(self, error: GatewayError | EngineDied) -> None:
+    def _fail(self, error: Exception) -> None:
         engine_exit = error.exit if isinstance(error, EngineDied) else None
-        _log.error("model %s cannot be started: %s", self._model.id, engine_exit.sentence if engine_exit else error)
+        reason = engine_exit.sentence if engine_exit else str(error) or repr(error)
+        _log.error("model %s cannot be started: %s", self._model.id, reason)
         public = engine_exit.public if engine_exit else getattr(error, "public", "the engine does not start")
+        public = public.rstrip(".")
         wait_seconds = _PERMANENT_RETRY_SECONDS if engine_exit and engine_exit.cause.permanent else _RETRY_SECONDS
         self._retry_at = time.monotonic() + wait_seconds
         self._failure = ModelFailed(

@@ -19,7 +19,7 @@ from app.engine.binary import EngineBinary
 from app.engine.command import Endpoint, build_argv, child_environment
 from app.engine.process import EngineExit, EngineProcess, LaunchSpec, State
 from app.engine.report import MeasuredMemory
-from app.errors import StorageError, UpstreamFailed, UpstreamTimeout
+from app.errors import EngineUnusable, StorageError, UpstreamFailed, UpstreamTimeout
 from app.offload import OffloadPlan
 from app.tokens import TokenCounter, calibrate_template, vocabulary_bound
 
@@ -141,6 +141,11 @@ class LocalBackend:
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamFailed("The engine ended in the middle of the answer; send the request again.") from error
 
+    async def busy_slots(self) -> int:
+        """Slots that the engine is working on; not to be asked often, since each answer wakes all its waiters."""
+        slots = await self._ask("/slots")
+        return sum(1 for slot in slots if slot["is_processing"])
+
     async def count_chat(self, body: bytes) -> int:
         """Exact prompt tokens of a chat body."""
         try:
@@ -190,7 +195,7 @@ class LocalBackend:
                 raise
             return await self._session.post(path, data=body)
 
-    async def _ask(self, path: str, body: bytes | None = None) -> dict[str, Any]:
+    async def _ask(self, path: str, body: bytes | None = None) -> Any:
         """A small question outside the slots; raises _RouteMissingError for a route that this build lacks."""
         try:
             response = await self._get(path) if body is None else await self._post(path, body)
@@ -202,10 +207,10 @@ class LocalBackend:
             raise _RouteMissingError(path)
         if response.status != 200:
             raise engine_fault(response.status, content)
-        answer = orjson.loads(content)
-        if not isinstance(answer, dict):
-            raise UpstreamFailed("The engine gave an answer that is not an object.")
-        return answer
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise UpstreamFailed(f"The engine answered {path} with something that is not JSON.") from error
 
     async def _get(self, path: str) -> aiohttp.ClientResponse:
         if self._session is None:
@@ -213,13 +218,19 @@ class LocalBackend:
         return await self._session.get(path)
 
     async def _learn_limits(self) -> None:
-        properties = await self._ask("/props")
-        models = await self._ask("/v1/models")
-        self.slots = int(properties["total_slots"])
-        context_tokens = int(properties["default_generation_settings"]["n_ctx"])
+        try:
+            properties = await self._ask("/props")
+            models = await self._ask("/v1/models")
+            self.slots = int(properties["total_slots"])
+            context_tokens = int(properties["default_generation_settings"]["n_ctx"])
+            vocabulary_type = int(models["data"][0]["meta"].get("vocab_type") or 0)
+        except (_RouteMissingError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise EngineUnusable(
+                f"This llama-server does not tell its limits ({error!r}); use a build of 2026 or later."
+            ) from error
         vocabulary = await vocabulary_bound(
             self,
-            vocabulary_type=int(models["data"][0]["meta"].get("vocab_type") or 0),
+            vocabulary_type=vocabulary_type,
             pre_tokenizer=str(self.plan.model.metadata.get("tokenizer.ggml.pre") or ""),
         )
         template = await calibrate_template(self) if vocabulary is not None else None

@@ -47,7 +47,7 @@ def serve_command(
     settings = load_settings(config, model=model).listening_on(host=host, port=port)
     if not settings.models:
         raise ConfigError(f"{config} configures no models; add one below 'models:', or give --model FILE.gguf.")
-    run(lambda: serve(settings))
+    run(lambda stop: serve(settings, stop))
 
 
 @app.command("demo")
@@ -56,7 +56,7 @@ def demo_command(
         int | None, typer.Option(min=0, max=65535, help="Port; by default 8080 or, if taken, a free one.")
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Stop after the first answer.")] = False,
-    prompt: Annotated[str, typer.Option(help="What to ask.")] = "In one sentence, what is a llama?",
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = "Why is the sky blue? Answer in two sentences.",
     engine: Annotated[str, typer.Option(help="auto, embedded, or the path of a llama-server.")] = "auto",
     debug: _Debug = False,
 ) -> None:

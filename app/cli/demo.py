@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -21,7 +22,7 @@ from app.cli.model_store import demo_model
 from app.config import Settings
 from app.engine.binary import find_engine
 from app.errors import AddressInUse, DemoFailed
-from app.main import Server, bind, open_gateway
+from app.main import Server, StopRequest, bind, open_gateway
 from app.protocol import SSESplitter, Timings, event_data
 
 _MODEL_ID = "smollm2"
@@ -40,25 +41,24 @@ class Demo:
         self._engine = engine
         self._out = Console(highlight=False, soft_wrap=True)
 
-    async def run(self) -> None:
-        """Fetch, serve, ask; then keep serving unless it is to be once."""
+    async def run(self, stop: StopRequest) -> None:
+        """Fetch, serve, ask; then keep serving until asked to stop, unless it is to be once."""
         engine = await asyncio.to_thread(find_engine, self._engine)
         self._out.print(f"engine   {engine.because}", markup=False)
         model = await asyncio.to_thread(self._fetch)
         with tempfile.TemporaryDirectory(prefix="llama-gateway-demo-") as state:
             settings = self._settings(model, Path(state))
-            listener = self._listen(settings)
-            with listener:
+            with self._listen(settings) as listener:
                 async with open_gateway(settings, engine) as gateway:
                     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                     server = Server(gateway)
-                    serving = asyncio.create_task(server.serve(sockets=[listener]))
+                    serving = asyncio.create_task(server.serve_until(stop, listener))
                     try:
                         await self._show(gateway, url, serving, server)
                         if not self._once:
                             await serving
                     finally:
-                        server.should_exit = True
+                        stop.ask()
                         await serving
 
     def _settings(self, model: Path, state: Path) -> Settings:
@@ -71,7 +71,7 @@ class Demo:
             }
         )
 
-    def _listen(self, settings: Settings) -> Any:
+    def _listen(self, settings: Settings) -> socket.socket:
         """The port that was asked for, or else 8080, or else a free one."""
         try:
             return bind(settings)

@@ -77,7 +77,7 @@ def _described(request: PlanRequest, machine: Machine) -> Machine:
     if request.vram is not None:
         sizes = [_size("--vram", part) for part in request.vram.split(",")]
         devices = tuple(
-            Device(name=f"GPU{index}", description="as described by --vram", total_bytes=size, free_bytes=size)
+            Device(name=f"CUDA{index}", description="as described by --vram", total_bytes=size, free_bytes=size)
             for index, size in enumerate(size for size in sizes if size)
         )
         machine = replace(machine, devices=devices)

@@ -21,10 +21,11 @@ _log = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 15.0
 _DEVICES_SECONDS = 30.0
-_CURE = (
+_INSTEAD_OF_NATIVE = (
     "install the embedded engine (pip install 'llama-gateway[demo]'), "
-    "or put llama-server on PATH, or name it in engine.binary"
+    "or put a working llama-server on PATH or in engine.binary"
 )
+_INSTEAD_OF_EMBEDDED = "put a working llama-server on PATH or in engine.binary"
 # Run by path, not by module name: a folder called "app" where the gateway is started must not shadow ours.
 _EMBEDDED_SCRIPT = Path(__file__).with_name("embedded.py")
 
@@ -66,8 +67,9 @@ class EngineBinary:
         """
         if "--list-devices" not in self.flags:
             return ""
-        result = _run((*self.command, "--list-devices"), self.path, timeout_seconds=_DEVICES_SECONDS)
-        return result.stdout
+        instead = _INSTEAD_OF_NATIVE if self.kind == "native" else _INSTEAD_OF_EMBEDDED
+        candidate = _Candidate(self.command, self.kind, self.path, str(self.path), instead)
+        return candidate.run("--list-devices", timeout_seconds=_DEVICES_SECONDS).stdout
 
 
 def find_engine(setting: str) -> EngineBinary:
@@ -83,20 +85,52 @@ def find_engine(setting: str) -> EngineBinary:
     if found is None:
         return _embedded("there is no llama-server on PATH")
     try:
-        return _native(Path(found), "it is the llama-server on PATH")
-    except EngineUnusable as error:
+        return _native(Path(found).absolute(), "it is the llama-server on PATH")
+    except _Broken as error:
         if not _has_embedded():
             raise
         _log.warning("llama-server on PATH is not used: %s", error.message)
-        return _embedded(f"the llama-server on PATH does not work ({error.message.rstrip('.')})")
+        return _embedded(error.reason)
+
+
+class _Broken(EngineUnusable):
+    """An engine that does not work; ``reason`` is the message without the cure."""
+
+    def __init__(self, reason: str, cure: str) -> None:
+        super().__init__(f"{reason}; {cure}.")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """An engine that has not answered yet, and how to speak of it."""
+
+    command: tuple[str, ...]
+    kind: str
+    path: Path
+    name: str
+    instead: str
+
+    def run(self, flag: str, *, timeout_seconds: float) -> ProbeResult:
+        """What it answers to ``flag``; raises EngineUnusable for anything but success."""
+        command = (*self.command, flag)
+        try:
+            result = run_probe(command, environment=child_environment(os.environ), timeout_seconds=timeout_seconds)
+        except OSError as error:
+            reason, cure = _os_reason(error, self.path)
+            raise _Broken(f"{self.name} cannot be started: {reason}", f"{cure} or {self.instead}") from error
+        if result.returncode != 0:
+            reason, cure = _exit_reason(result, flag, timeout_seconds)
+            raise _Broken(f"{self.name} does not work: {reason}", f"{cure} or {self.instead}")
+        return result
 
 
 def _resolve(setting: str) -> Path:
-    path = Path(setting).expanduser()
+    path = Path(setting).expanduser().absolute()
     if path.exists() or os.sep in setting:
         return path
     found = shutil.which(setting)
-    return Path(found) if found else path
+    return Path(found).absolute() if found else path
 
 
 def _has_embedded() -> bool:
@@ -104,36 +138,38 @@ def _has_embedded() -> bool:
 
 
 def _native(path: Path, why: str) -> EngineBinary:
-    return _probe((str(path),), path, kind="native", because=f"{path} is used, because {why}.")
+    candidate = _Candidate((str(path),), "native", path, str(path), _INSTEAD_OF_NATIVE)
+    return _probe(candidate, because=f"{path} is used, because {why}.")
 
 
 def _embedded(why: str) -> EngineBinary:
     if not _has_embedded():
-        raise EngineUnusable(f"There is no engine: {why}, and the embedded engine is not installed; {_CURE}.")
+        raise _Broken(f"There is no engine: {why}, and the embedded engine is not installed", _INSTEAD_OF_NATIVE)
     # -P: nothing from the working directory is imported.
     command = (sys.executable, "-P", str(_EMBEDDED_SCRIPT))
-    because = f"the embedded engine (xllamacpp) is used, because {why}."
-    return _probe(command, _EMBEDDED_SCRIPT, kind="embedded", because=because)
+    name = "the embedded engine (xllamacpp)"
+    candidate = _Candidate(command, "embedded", _EMBEDDED_SCRIPT, name, _INSTEAD_OF_EMBEDDED)
+    return _probe(candidate, because=f"The embedded engine (xllamacpp) is used, because {why}.")
 
 
-def _probe(command: tuple[str, ...], path: Path, *, kind: str, because: str) -> EngineBinary:
-    version = _run((*command, "--version"), path, timeout_seconds=_PROBE_SECONDS)
+def _probe(candidate: _Candidate, *, because: str) -> EngineBinary:
+    version = candidate.run("--version", timeout_seconds=_PROBE_SECONDS)
     text = version.stderr + "\n" + version.stdout
     named = _VERSION.search(text)
     if named is None:
-        raise EngineUnusable(f"{path} is not a llama-server: its --version prints no version; {_CURE}.")
-    flags, valued = parse_help(_run((*command, "--help"), path, timeout_seconds=_PROBE_SECONDS).stdout)
+        raise _Broken(f"{candidate.name} is not a llama-server: its --version prints no version", candidate.instead)
+    flags, valued = parse_help(candidate.run("--help", timeout_seconds=_PROBE_SECONDS).stdout)
     if "--ctx-size" not in flags:
-        raise EngineUnusable(f"{path} is not a llama-server: its --help lists no --ctx-size; {_CURE}.")
+        raise _Broken(f"{candidate.name} is not a llama-server: its --help lists no --ctx-size", candidate.instead)
     build = _BUILD.search(text) or _OLD_BUILD.search(text)
     return EngineBinary(
-        command=command,
-        kind=kind,
-        path=path,
+        command=candidate.command,
+        kind=candidate.kind,
+        path=candidate.path,
         version=named[1].strip(),
         build=int(build[1]) if build else None,
         flags=flags,
-        because=because[:1].upper() + because[1:],
+        because=because,
         valued_flags=valued,
     )
 
@@ -153,44 +189,35 @@ def parse_help(text: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(flags), frozenset(valued)
 
 
-def _run(command: tuple[str, ...], path: Path, *, timeout_seconds: float) -> ProbeResult:
-    try:
-        result = run_probe(command, environment=child_environment(os.environ), timeout_seconds=timeout_seconds)
-    except OSError as error:
-        raise EngineUnusable(f"{path} cannot be started: {_os_reason(error, path)}.") from error
-    if result.returncode == 0:
-        return result
-    asked = command[-1]
-    raise EngineUnusable(f"{path} does not work: {_exit_reason(result, asked, timeout_seconds)}.")
-
-
-def _os_reason(error: OSError, path: Path) -> str:
+def _os_reason(error: OSError, path: Path) -> tuple[str, str]:
+    """Why a program does not even start, and what to do about it."""
     if isinstance(error, FileNotFoundError):
         if path.exists():
-            return "the loader or interpreter that it names is missing; install the build for this system"
-        return f"there is no such file; correct engine.binary, or {_CURE}"
+            return "the loader or interpreter that it names is missing", "install the build for this system"
+        return "there is no such file", "correct engine.binary"
     if isinstance(error, PermissionError):
         if path.is_dir():
-            return "it is a folder; name the program in it"
-        return "it is not executable; run chmod +x on it (and look for noexec on its file system)"
+            return "it is a folder", "name the program in it"
+        return "it is not executable", "run chmod +x on it (and look for noexec on its file system)"
     if error.errno == errno.ENOEXEC:
-        return f"it is not a program for this kind of machine ({os.uname().machine}); install the right build"
-    return f"{error.strerror}; {_CURE}"
+        return f"it is not a program for this kind of machine ({os.uname().machine})", "install the right build"
+    return str(error.strerror), "install it again"
 
 
-def _exit_reason(result: ProbeResult, asked: str, timeout_seconds: float) -> str:
+def _exit_reason(result: ProbeResult, flag: str, timeout_seconds: float) -> tuple[str, str]:
+    """Why a program ended badly, and what to do about it."""
     if result.returncode is None:
-        return f"it did not answer {asked} within {timeout_seconds:g} seconds; {_CURE}"
+        return f"it did not answer {flag} within {timeout_seconds:g} seconds", "try it by hand"
     loader = _LOADER_LINE.search(result.stderr)
     if loader is not None:
-        return f"a library is missing ({_quoted(loader[0])}); install it, or {_CURE}"
+        return f"a library is missing ({_quoted(loader[0])})", "install that library"
     number = _signal_number(result.returncode)
     if number == signal.SIGILL:
-        return f"it is built for another CPU{_missing_cpu_flags()}; install a build for this CPU, or {_CURE}"
+        return f"it is built for another CPU{_missing_cpu_flags()}", "install a build for this CPU"
     if number is not None:
-        return f"it was killed by {_signal_name(number)} when asked for {asked}; install another build, or {_CURE}"
+        return f"it was killed by {_signal_name(number)} when asked for {flag}", "install another build"
     last = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "it printed nothing")
-    return f"{asked} ended with exit code {result.returncode} ({_quoted(last)}); {_CURE}"
+    return f"{flag} ended with exit code {result.returncode} ({_quoted(last)})", "install another build"
 
 
 def _signal_number(returncode: int) -> int | None:

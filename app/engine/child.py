@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 import psutil
 
@@ -104,13 +103,21 @@ class Child:
         except psutil.Error:
             return 0
 
+    def bytes_read(self) -> int:
+        """What it has read so far, from disk or cache; 0 where the system does not count that."""
+        try:
+            counters = psutil.Process(self.pid).io_counters()
+        except (AttributeError, OSError, psutil.Error):
+            return 0
+        return int(counters.read_bytes) + int(getattr(counters, "read_chars", 0))
+
     async def _listen(self, on_output: Callable[[bytes], None]) -> None:
         loop = asyncio.get_running_loop()
         self._watch = loop.create_task(self._watch_exit(), name=f"exit of {self.pid}")
         transport, _ = await loop.connect_read_pipe(
             lambda: _OutputProtocol(on_output, self._output_ended), self._popen.stdout
         )
-        self._transport = cast("asyncio.ReadTransport", transport)
+        self._transport = transport
 
     async def _watch_exit(self) -> None:
         try:

@@ -28,13 +28,14 @@ def build_argv(
     *,
     alias: str,
     endpoint: Endpoint,
-    key_file: Path,
+    key_file: Path | None,
     extra_args: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The command that starts ``engine`` with exactly this plan.
 
-    Everything that places memory is explicit, so that the engine's ``--fit`` never decides. Raises EngineUnusable
-    when the binary lacks a flag we cannot do without, ConfigError for an ``extra_args`` that is not allowed.
+    Everything that places memory is explicit, so that the engine's ``--fit`` never decides. Without ``key_file``
+    it is a command to show, not to run. Raises EngineUnusable when the binary lacks a flag we cannot do without,
+    ConfigError for an ``extra_args`` that is not allowed.
     """
     line = CommandLine(known=engine.flags, valued=engine.valued_flags)
     line.add("model", str(plan.model.path))
@@ -48,13 +49,14 @@ def build_argv(
     return (*engine.command, *line.arguments, *_extra(engine, extra_args))
 
 
-def _add_listener(line: CommandLine, endpoint: Endpoint, key_file: Path) -> None:
+def _add_listener(line: CommandLine, endpoint: Endpoint, key_file: Path | None) -> None:
     if endpoint.socket is not None:
         line.add("host", str(endpoint.socket))
     else:
         line.add("host", "127.0.0.1")
         line.add("port", str(endpoint.port))
-    line.add("api_key_file", str(key_file))
+    if key_file is not None:
+        line.add("api_key_file", str(key_file))
     line.add("cors_origins", _NO_ORIGIN)
     line.add("timeout", _IO_TIMEOUT_SECONDS)
     line.add("sse_ping", _SSE_PING_SECONDS)

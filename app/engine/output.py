@@ -14,10 +14,11 @@ class EngineOutput:
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._partial = bytearray()
-        self.lines_seen = 0
+        self.bytes_seen = 0
 
     def feed(self, data: bytes) -> list[str]:
         """The lines that ``data`` completes."""
+        self.bytes_seen += len(data)
         *complete, rest = data.split(b"\n")
         lines: list[str] = []
         for piece in complete:
@@ -41,5 +42,4 @@ class EngineOutput:
         line = self._partial.decode("utf-8", "replace").rstrip("\r")
         self._partial.clear()
         self._lines.append(line)
-        self.lines_seen += 1
         return line

@@ -54,17 +54,15 @@ def run_probe(command: Sequence[str], *, environment: Mapping[str, str], timeout
 
 def _collect(process: subprocess.Popen[bytes], outputs: dict[IO[bytes], bytearray], deadline: float) -> bool:
     with selectors.DefaultSelector() as selector:
-        for stream in outputs:
+        for stream, output in outputs.items():
             os.set_blocking(stream.fileno(), False)
-            selector.register(stream, selectors.EVENT_READ)
+            selector.register(stream, selectors.EVENT_READ, data=output)
         while time.monotonic() < deadline:
             # Asked before the read, so that what a finished process wrote last is still read below.
             finished = process.poll() is not None
             for key, _ in selector.select(0 if finished else 0.05):
-                stream = key.fileobj
-                assert not isinstance(stream, int)
-                if not _read_into(outputs[stream], stream.fileno()):  # type: ignore[index]
-                    selector.unregister(stream)
+                if not _read_into(key.data, key.fd):
+                    selector.unregister(key.fileobj)
             if finished:
                 return True
             if not selector.get_map():

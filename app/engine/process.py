@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.engine.child import Child
@@ -29,13 +29,16 @@ _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """How to start one engine; ``stall_seconds`` is how long a load may show no progress (log, resident size)."""
+    """How to start one engine.
+
+    ``stall_seconds`` is how long a load may show no progress: in its log, resident size and bytes read.
+    """
 
     name: str
     argv: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
     endpoint: Endpoint
-    api_key: str
+    api_key: str = field(repr=False)
     grace_seconds: float = 5
     stall_seconds: float = 120
 
@@ -187,11 +190,11 @@ class EngineProcess:
     async def _watch_start(self, child: Child) -> bool:
         """True once ``/health`` says 200, False after ``stall_seconds`` without any progress."""
         loop = asyncio.get_running_loop()
-        progress, progress_at, pause = (0, 0), loop.time(), _FIRST_PROBE_SECONDS
+        progress, progress_at, pause = (0, 0, 0), loop.time(), _FIRST_PROBE_SECONDS
         async with HealthProbe(self.spec.endpoint) as probe:
             while not await probe.ready():
                 now = loop.time()
-                seen = (self._output.lines_seen, child.resident_bytes())
+                seen = (self._output.bytes_seen, child.resident_bytes(), child.bytes_read())
                 if seen != progress:
                     progress, progress_at = seen, now
                 elif now - progress_at > self.spec.stall_seconds:

@@ -100,7 +100,7 @@ class MemoryReport:
         )
 
     def _feed_line(self, line: str) -> None:
-        if found := _BUFFER.search(line):
+        if " buffer size = " in line and (found := _BUFFER.search(line)):
             self._add(found[2], BufferKind(found[3].lower()), round(float(found[4]) * _MIB))
         elif _NEW_CONTEXT in line:
             self._context += 1

@@ -14,72 +14,115 @@ from app.memory.shape import ModelShape
 
 _HOST_ROWS = 4
 _HYBRID_ROWS = 6
-_EARLY_LAYERS = 3
 _F32 = 4
 _F16 = 2
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class GraphTerms:
     """What the bound depends on besides the model's dimensions.
 
-    ``cells`` is the sum over the kinds of cache (full and windowed) of cells of one slot; ``largest_expert_bytes`` is
-    the largest expert tensor left in RAM, 0 when all are on the device; ``early_experts_in_ram`` says whether more than
-    the first of them is; ``alone`` means that no device takes part.
+    ``cells`` is the sum over the kinds of cache (full and windowed) of cells of one slot. With large batches the engine
+    computes what lies in RAM on the device too, and copies it there: ``expert_copy_bytes`` is the largest expert tensor
+    left in RAM, ``expert_pair_bytes`` those of a hybrid's first attention layer and of the recurrent one before it if
+    both are in RAM, ``tensor_copy_bytes`` and ``cache_copy_bytes`` the largest other tensor and the largest cache of
+    whole layers in RAM; each is 0 when there are none. ``alone`` says that no device takes part.
     """
 
     cells: int
-    largest_expert_bytes: int
-    early_experts_in_ram: bool
-    has_host_layers: bool
-    alone: bool
+    expert_copy_bytes: int = 0
+    tensor_copy_bytes: int = 0
+    cache_copy_bytes: int = 0
+    expert_pair_bytes: int = 0
+    alone: bool = False
+
+    @property
+    def has_host_layers(self) -> bool:
+        """Whether whole layers are in RAM, not only experts."""
+        return self.tensor_copy_bytes > 0
 
 
 def device_compute_bytes(shape: ModelShape, family: Family, placement: Placement, terms: GraphTerms) -> int:
     """Compute buffer of a device that holds layers."""
     q = _F32 * placement.graph_tokens
-    copies, activations = 0, q * _dense_rows(shape)
+    graph = _dense_graph(shape, terms, q)
     if shape.experts:
-        copies = terms.largest_expert_bytes
-        routed = q * _expert_rows(shape, family, rows=1 if copies else family.expert_rows)
-        if copies and family.hybrid and terms.early_experts_in_ram:
-            copies *= 2
-            routed = max(routed, _HYBRID_ROWS * q * shape.embedding)
-        activations = max(activations if _has_dense_blocks(shape) else 0, routed)
-    return _mask_bytes(shape, placement, terms) + copies + activations + output_bytes(shape, placement)
+        routed = _routed_graph(shape, family, terms, q)
+        graph = max(graph, routed) if shape.number("leading_dense_block_count") else routed
+    graph = max(graph, _score_bytes(shape, placement, terms))
+    return _mask_bytes(placement, terms) + graph + _logits_bytes(shape, family, placement)
 
 
 def host_compute_bytes(shape: ModelShape, family: Family, placement: Placement, terms: GraphTerms) -> int:
     """Compute and output buffers in RAM."""
-    q = _F32 * placement.graph_tokens
     if terms.alone:
-        rows = max(_dense_rows(shape), _expert_rows(shape, family, rows=family.expert_rows) if shape.experts else 0)
+        rows = _dense_rows(shape)
+        if shape.experts:
+            rows = max(rows, _routed_rows(shape, family, rows=family.expert_rows))
+        rows += 0 if family.hybrid else shape.embedding
     else:
         rows = shape.embedding * (_HYBRID_ROWS if family.hybrid and terms.has_host_layers else _HOST_ROWS)
-    logits = output_bytes(shape, placement) * (2 if terms.alone else 1)
-    return _mask_bytes(shape, placement, terms) + q * rows + logits
+    output = _F32 * shape.vocabulary * placement.parallel
+    logits = _logits_bytes(shape, family, placement) + output if terms.alone else output
+    graph = _F32 * placement.graph_tokens * rows
+    if terms.alone:
+        graph = max(graph, _score_bytes(shape, placement, terms))
+    return _mask_bytes(placement, terms) + graph + logits
 
 
-def output_bytes(shape: ModelShape, placement: Placement) -> int:
-    """Logits of one token per slot."""
-    return _F32 * shape.vocabulary * placement.parallel
+def _logits_bytes(shape: ModelShape, family: Family, placement: Placement) -> int:
+    """Logits of one token per slot, or of every token for embeddings; an encoder has no vocabulary to choose from."""
+    if not family.causal:
+        return 0
+    return _F32 * shape.vocabulary * (placement.graph_tokens if placement.embedding else placement.parallel)
+
+
+def _dense_graph(shape: ModelShape, terms: GraphTerms, q: int) -> int:
+    """Attention and feed-forward; layers in RAM add copies that share the space of the activations in part."""
+    activations = q * _dense_rows(shape)
+    if not terms.has_host_layers:
+        return activations
+    return max(
+        activations + q * shape.feed_forward,
+        activations + terms.cache_copy_bytes,
+        terms.tensor_copy_bytes + terms.cache_copy_bytes + 4 * q * shape.embedding,
+    )
+
+
+def _routed_graph(shape: ModelShape, family: Family, terms: GraphTerms, q: int) -> int:
+    """A mixture's layers; experts in RAM add one copy, in a hybrid two where recurrent layers meet attention."""
+    copy = terms.expert_copy_bytes
+    alone = q * _routed_rows(shape, family, rows=family.expert_rows)
+    if not copy:
+        return alone
+    if terms.has_host_layers:
+        return copy + q * _routed_rows(shape, family, rows=2) + terms.cache_copy_bytes
+    if terms.expert_pair_bytes:
+        return max(copy + alone, terms.expert_pair_bytes + _HYBRID_ROWS * q * shape.embedding)
+    return max(alone, copy + q * _routed_rows(shape, family, rows=1))
 
 
 def _dense_rows(shape: ModelShape) -> int:
     return 4 * shape.embedding + 3 * shape.feed_forward
 
 
-def _expert_rows(shape: ModelShape, family: Family, *, rows: int) -> int:
+def _routed_rows(shape: ModelShape, family: Family, *, rows: int) -> int:
     used = shape.experts_used
-    embedding = shape.embedding * (used + 4 + family.extra_rows)
-    return embedding + rows * used * shape.expert_feed_forward
+    return shape.embedding * (used + 4 + family.extra_rows) + rows * used * shape.expert_feed_forward
 
 
-def _has_dense_blocks(shape: ModelShape) -> bool:
-    return shape.number("leading_dense_block_count") > 0
+def _mask_bytes(placement: Placement, terms: GraphTerms) -> int:
+    """The attention mask: f16 for flash attention, else f32."""
+    return (_F16 if placement.flash_attention else _F32) * placement.graph_tokens * terms.cells
 
 
-def _mask_bytes(shape: ModelShape, placement: Placement, terms: GraphTerms) -> int:
-    """The attention mask in f16; without flash attention also the f32 scores of every head."""
-    per_cell = _F16 if placement.flash_attention else _F16 + _F32 * max(shape.heads)
-    return per_cell * placement.graph_tokens * terms.cells
+def _score_bytes(shape: ModelShape, placement: Placement, terms: GraphTerms) -> int:
+    """Without flash attention: the scores of every head beside the attention's own rows, but not beside the rest.
+
+    From a GiB on the allocator no longer places the softmax over the scores.
+    """
+    if placement.flash_attention:
+        return 0
+    scores = _F32 * placement.graph_tokens * terms.cells * max(shape.heads)
+    return scores * (2 if scores >= _GIB else 1) + _HYBRID_ROWS * _F32 * placement.graph_tokens * shape.embedding

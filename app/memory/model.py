@@ -31,7 +31,7 @@ class MemoryModel:
     def __init__(self, facts: ModelFacts, *, mmproj: ModelFacts | None = None) -> None:
         self.shape = read_shape(facts)
         self.family = family_of(self.shape.architecture)
-        self.weights = read_weights(self.shape)
+        self.weights = read_weights(self.shape, causal=self.family.causal)
         self.caches = self.family.layer_caches(self.shape)
         self.mmproj_bytes = projector_bytes(mmproj) if mmproj is not None else 0
 
@@ -68,7 +68,7 @@ class MemoryModel:
             return self.weights.output_bytes + self.weights.tied_bytes
         block = self.weights.blocks[layer]
         experts = 0 if layer < placement.cpu_moe_layers else block.experts_bytes
-        return block.dense_bytes + experts + self.kv_bytes(placement, [layer]) + self.state_bytes(placement, [layer])
+        return block.dense_bytes + experts + self._layer_cache_bytes(placement, layer)
 
     def kv_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
         """K and V of these layers, all slots (llama.cpp src/llama-kv-cache.cpp)."""
@@ -112,6 +112,7 @@ class MemoryModel:
     def _host(self, placement: Placement, owners: Sequence[int], terms: GraphTerms) -> HostLedger:
         blocks = [layer for layer in range(self.shape.blocks) if owners[layer] == HOST]
         output = self.weights.output_bytes if owners[-1] == HOST else 0
+        output += self.weights.repacked_bytes if terms.alone else 0
         mmproj = self.mmproj_bytes if placement.mmproj_on == "host" else 0
         in_ram = self._expert_layers_in_ram(placement, owners)
         return HostLedger(
@@ -131,18 +132,29 @@ class MemoryModel:
         on_host = [layer for layer in range(self.shape.blocks) if owners[layer] == HOST]
         in_ram = self._expert_layers_in_ram(placement, owners)
         kinds = {cache.window: cells_of(cache, placement) for cache in self.caches if cache.key}
+        blocks = self.weights.blocks
         return GraphTerms(
             cells=sum(kinds.values()) if self.family.causal else placement.graph_tokens,
-            largest_expert_bytes=max((self.weights.blocks[layer].largest_expert_bytes for layer in in_ram), default=0),
-            early_experts_in_ram=len(in_ram) > 1,
-            has_host_layers=bool(on_host),
+            expert_copy_bytes=max((blocks[layer].largest_expert_bytes for layer in in_ram), default=0),
+            tensor_copy_bytes=max((blocks[layer].largest_dense_bytes for layer in on_host), default=0),
+            cache_copy_bytes=max((self._layer_cache_bytes(placement, layer) for layer in on_host), default=0),
+            expert_pair_bytes=self._expert_pair_bytes(in_ram),
             alone=len(on_host) == self.shape.blocks and owners[-1] == HOST,
         )
+
+    def _layer_cache_bytes(self, placement: Placement, layer: int) -> int:
+        return self.kv_bytes(placement, [layer]) + self.state_bytes(placement, [layer])
 
     def _expert_layers_in_ram(self, placement: Placement, owners: Sequence[int]) -> list[int]:
         return [
             layer for layer in range(self.shape.blocks) if layer < placement.cpu_moe_layers or owners[layer] == HOST
         ]
+
+    def _expert_pair_bytes(self, in_ram: Sequence[int]) -> int:
+        attention = next((layer for layer, cache in enumerate(self.caches) if cache.key), 0)
+        if not self.family.hybrid or attention - 1 not in in_ram or attention not in in_ram:
+            return 0
+        return sum(self.weights.blocks[layer].largest_expert_bytes for layer in (attention - 1, attention))
 
     def _experts(self, layers: Iterable[int]) -> int:
         return sum(self.weights.blocks[layer].experts_bytes for layer in layers)

@@ -54,7 +54,8 @@ class Placement:
     """Every setting that decides how much memory a model takes, and where.
 
     ``gpu_layers`` counts the output layer (all = blocks + 1); ``tensor_split`` has one share per device, empty for one
-    device; ``context_per_request`` is in tokens; ``mmproj_on`` is a device's name, ``host``, or None without projector.
+    device; ``context_per_request`` is in tokens; ``mmproj_on`` is a device's name, ``host``, or None without projector;
+    ``embedding`` makes the engine reserve an output for every token of a batch.
     """
 
     gpu_layers: int
@@ -72,6 +73,7 @@ class Placement:
     cache_ram_mib: int
     context_checkpoints: int
     mmproj_on: str | None
+    embedding: bool = False
 
     @property
     def cells(self) -> int:

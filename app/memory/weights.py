@@ -5,20 +5,25 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from app.gguf import TensorInfo
+from app.gguf import TENSOR_TYPES, TensorInfo
 from app.memory.shape import ModelShape
 
 _BLOCK = re.compile(r"(?:^|\.)blk\.(\d{1,9})\.")
 _EXPERT = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 _INPUT = re.compile(r"(?:token_embd(?:_norm)?|position_embd|token_types|per_layer_token_embd)\.")
+# Types that ggml-cpu repacks on x86 (ggml/src/ggml-cpu/repack.cpp).
+_REPACKED = frozenset(
+    number for number, kind in TENSOR_TYPES.items() if kind.name in ("Q2_K", "Q4_0", "Q4_K", "IQ4_NL", "MXFP4")
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """Bytes of one block; ``largest_expert_bytes`` is its largest expert tensor, the unit of op-offload copies."""
+    """Bytes of one block; the largest tensors are what is copied at once when a device computes what lies in RAM."""
 
     dense_bytes: int = 0
     experts_bytes: int = 0
+    largest_dense_bytes: int = 0
     largest_expert_bytes: int = 0
 
 
@@ -27,19 +32,22 @@ class ModelWeights:
     """Bytes of a model by the loader's classes.
 
     ``input_bytes`` always stay in RAM, ``output_bytes`` go with the output layer, ``tied_bytes`` are loaded a second
-    time beside the output when that is on a device and the file has no output matrix of its own.
+    time beside the output when that is on a device and the file has no output matrix of its own; ``repacked_bytes``
+    are when there is no device, because the CPU rearranges matrices of some types in a copy.
     """
 
     blocks: tuple[BlockWeights, ...]
     input_bytes: int
     output_bytes: int
     tied_bytes: int
+    repacked_bytes: int
 
 
-def read_weights(shape: ModelShape) -> ModelWeights:
+def read_weights(shape: ModelShape, *, causal: bool) -> ModelWeights:
     """Sum the tensor table; blocks of a draft head (``blk`` beyond ``layers``) are not loaded and weigh nothing."""
     parts: list[list[TensorInfo]] = [[] for _ in range(shape.layers)]
-    input_bytes = output_bytes = embedding_bytes = 0
+    input_bytes = output_bytes = 0
+    embedding: TensorInfo | None = None
     has_output = False
     for tensor in shape.facts.tensors:
         block = _BLOCK.search(tensor.name)
@@ -52,19 +60,22 @@ def read_weights(shape: ModelShape) -> ModelWeights:
         elif _INPUT.match(tensor.name):
             input_bytes += tensor.size_bytes
             if tensor.name == "token_embd.weight":
-                embedding_bytes = tensor.size_bytes
+                embedding = tensor
         else:
             output_bytes += tensor.size_bytes
             has_output = has_output or tensor.name == "output.weight"
+    # An encoder has no output matrix, not even a borrowed one.
+    tied = embedding if causal and not has_output else None
     return ModelWeights(
         blocks=tuple(_sum_block(part) for part in parts) + (BlockWeights(),) * (shape.blocks - shape.layers),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
-        tied_bytes=0 if has_output else embedding_bytes,
+        tied_bytes=tied.size_bytes if tied else 0,
+        repacked_bytes=tied.size_bytes if tied and tied.type in _REPACKED else 0,
     )
 
 
 def _sum_block(tensors: list[TensorInfo]) -> BlockWeights:
     experts = [tensor.size_bytes for tensor in tensors if _EXPERT.search(tensor.name)]
-    total = sum(tensor.size_bytes for tensor in tensors)
-    return BlockWeights(total - sum(experts), sum(experts), max(experts, default=0))
+    dense = [tensor.size_bytes for tensor in tensors if not _EXPERT.search(tensor.name)]
+    return BlockWeights(sum(dense), sum(experts), max(dense, default=0), max(experts, default=0))

@@ -10,6 +10,8 @@ from app.offload.wish import Wish
 _DEFAULT_CONTEXT = 8192
 _UBATCH = 512
 _DEVICE_BATCH = 2048
+# 4 % slower prefill than 512 on two cores, and a cancelled request is let go four times sooner.
+_CPU_BATCH = 128
 _QUANTISED_HEAD_MULTIPLE = 32
 # Head sizes (K, V) that devices have a flash attention kernel for; others would be computed on the CPU.
 _FLASH_HEADS = frozenset({(size, size) for size in (40, 64, 72, 80, 96, 112, 128, 256)} | {(192, 128), (576, 512)})
@@ -35,6 +37,7 @@ def base_placement(model: MemoryModel, machine: Machine, wish: Wish) -> Placemen
         cache_ram_mib=0,
         context_checkpoints=0,
         mmproj_on=None,
+        embedding=wish.embedding,
     )
 
 
@@ -74,7 +77,7 @@ def _batches(machine: Machine, wish: Wish, context: int) -> tuple[int, int]:
     """An embedding needs its whole text in one ubatch; on a CPU a batch is what a cancelled request waits for."""
     if wish.embedding:
         return context, context
-    return (_DEVICE_BATCH if machine.devices else _UBATCH), _UBATCH
+    return (_DEVICE_BATCH, _UBATCH) if machine.devices else (_CPU_BATCH, _CPU_BATCH)
 
 
 def _flash_attention(model: MemoryModel, machine: Machine) -> bool:

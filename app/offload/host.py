@@ -27,13 +27,15 @@ def fit_caches(model: MemoryModel, placement: Placement, ledger: MemoryLedger, *
     left = budget_bytes - PROCESS_BYTES - ledger.host.needed_bytes
     if left < 0:
         raise _refusal(model, placement, needed_bytes=budget_bytes - left, budget_bytes=budget_bytes)
+    if placement.embedding or not model.family.causal:
+        return placement
     checkpoints = _checkpoints(model, placement, room_bytes=left // 4)
     left -= checkpoints * model.checkpoint_bytes(placement) * placement.parallel
     cache_mib = min(left // 2 // _MIB // _LEAST_CACHE_MIB * _LEAST_CACHE_MIB, _MOST_CACHE_MIB)
     return replace(
         placement,
         context_checkpoints=checkpoints,
-        cache_ram_mib=0 if not model.family.causal else cache_mib,
+        cache_ram_mib=cache_mib,
         load_mode=_load_mode(placement, ledger, left_bytes=left - cache_mib * _MIB),
     )
 
@@ -57,9 +59,10 @@ def _load_mode(placement: Placement, ledger: MemoryLedger, *, left_bytes: int) -
 
 def _refusal(model: MemoryModel, placement: Placement, *, needed_bytes: int, budget_bytes: int) -> DoesNotFit:
     where = " beside what the devices hold" if placement.gpu_layers else ""
+    requests = "a request" if placement.parallel == 1 else f"{placement.parallel} requests"
     return DoesNotFit(
-        f"{model.shape.facts.name} needs {mib(needed_bytes)} of RAM{where} for {placement.parallel} times "
-        f"{placement.context_per_request} tokens, but only {mib(budget_bytes)} may be used here: "
-        "take a smaller quantisation or model, a smaller context, or free some RAM.",
+        f"{model.shape.facts.name} needs {mib(needed_bytes)} of RAM{where} for {requests} of "
+        f"{placement.context_per_request} tokens, but only {mib(max(0, budget_bytes))} may be used (what is available "
+        "less the reserve): take a smaller quantisation or model, a smaller context, or free some RAM.",
         numbers={"ram_needed_bytes": needed_bytes, "ram_budget_bytes": budget_bytes},
     )

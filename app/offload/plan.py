@@ -81,7 +81,7 @@ class OffloadPlan:
 
     def _placement(self) -> dict[str, Any]:
         settings = asdict(self.placement)
-        del settings["context_checkpoints"]
+        del settings["context_checkpoints"], settings["embedding"]
         return settings | {
             "tensor_split": list(self.placement.tensor_split),
             "kv_cache_k": self.placement.kv_cache_k.value,

@@ -83,7 +83,8 @@ class _Planner:
         base = replace(base, kv_cache_k=kind, kv_cache_v=kind)
         placed = self._on_devices(base)
         if placed is None:
-            raise self._refuse(self._exact(base), "offload")
+            wished = "cpu_moe_layers" if self.wish.gpu_layers is None else "gpu_layers"
+            raise self._refuse(self._exact(base), wished)
         if not self.model.mmproj_bytes:
             return placed
         if placed.gpu_layers:
@@ -113,14 +114,15 @@ class _Planner:
         return fits_ram(self.search.ledger(placement), budget_bytes=self.ram_budget_bytes)
 
     def _refuse(self, placement: Placement, setting: str) -> DoesNotFit:
-        """The refusal of a placement that was demanded."""
+        """The refusal of a placement that was demanded by ``setting``."""
         even = replace(placement, tensor_split=tuple(float(budget) for budget in self.search.budgets))
         needed = sum(device.total_bytes for device in self.search.ledger(even).devices)
         budget = sum(self.search.budgets)
+        experts = f" and experts of {placement.cpu_moe_layers} layers in RAM" if self.model.has_experts else ""
         return DoesNotFit(
-            f"{self.model.shape.facts.name} with {placement.gpu_layers} layers on {' + '.join(self.search.names)} "
-            f"and experts of {placement.cpu_moe_layers} layers in RAM, as {setting} asks, needs {mib(needed)} there, "
-            f"but only {mib(budget)} may be used: set offload to auto, or take a smaller context or model.",
+            f"{self.model.shape.facts.name} does not fit as {setting} asks: {placement.gpu_layers} of "
+            f"{self.model.all_layers} layers on {' + '.join(self.search.names)}{experts} need {mib(needed)} there, but "
+            f"only {mib(budget)} may be used: set offload to auto, or take a smaller context or model.",
             numbers={"device_needed_bytes": needed, "device_budget_bytes": budget},
         )
 

@@ -105,7 +105,9 @@ def _about_ram(model: MemoryModel, wish: Wish, placement: Placement) -> Iterator
     pinned = "experts in RAM, and RAM to spare: pinned memory doubles the speed of long prompts"
     mapped = "the file is mapped, its pages can be given back under pressure"
     yield Reason("load_mode", placement.load_mode, pinned if placement.load_mode == "none" else mapped)
-    yield Reason("cache_ram_mib", str(placement.cache_ram_mib), "up to half of the RAM that is left after the reserve")
+    resumable = "up to half of the RAM that is left after the reserve"
+    cache = "an embedding is computed at once, there is nothing to resume" if wish.embedding else resumable
+    yield Reason("cache_ram_mib", str(placement.cache_ram_mib), cache)
     each = model.checkpoint_bytes(placement)
     some = f"{each / (1 << 20):.1f} MiB each, within a quarter of the RAM that is left"
     none = "a plain attention cache can be cut anywhere"

@@ -90,9 +90,9 @@ class ChatRequest:
         return orjson.dumps({"messages": self.messages, **rendered})
 
     def engine_body(self, *, max_tokens: int) -> bytes:
-        """What the engine gets: always a stream with usage, always a limit.
+        """What the engine gets: always a stream with usage and progress, always a limit.
 
-        A non-streaming request that the engine runs is cancelled late after its client left; a stream at once.
+        The engine cancels a non-streaming request late after its client left, a stream at its next write.
         """
         return orjson.dumps(
             {
@@ -101,6 +101,7 @@ class ChatRequest:
                 "max_tokens": max_tokens,
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                "return_progress": True,
             }
         )
 

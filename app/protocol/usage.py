@@ -12,7 +12,7 @@ from app.protocol.sse import SSESplitter, event_data
 
 # A chunk without any of these cannot change what the meter knows, and is forwarded unread. Inside a JSON string the
 # quotes would be escaped, so that generated text never matches by accident.
-_MARKS = (b'"usage":', b'"error":', b"[DONE]", b'"finish_reason":"')
+_MARKS = (b'"usage":', b'"error":', b"[DONE]", b'"finish_reason":"', b'"prompt_progress":')
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,9 @@ class Timings:
 class UsageMeter:
     """Watches one chat stream and says what of it the client gets.
 
-    Everything goes through unchanged but the usage chunks: they are ours unless the client asked for them, and with
-    several choices the engine sends one per choice where OpenAI's API has a single one before ``[DONE]``.
+    Everything goes through unchanged but the progress of the prompt, which we asked for, and the usage chunks: they
+    are ours unless the client asked for them, and with several choices the engine sends one per choice where OpenAI's
+    API has a single one before ``[DONE]``.
     """
 
     def __init__(self, *, keep_usage: bool, choices: int = 1) -> None:
@@ -134,6 +135,9 @@ class UsageMeter:
             return event
         if chunk.get("error"):
             self.error = chunk["error"] if isinstance(chunk["error"], dict) else {"message": str(chunk["error"])}
+            return b""
+        if "prompt_progress" in chunk:
+            # We ask for these so that the engine writes, and notices a client that left, during a long prompt.
             return b""
         choices = chunk.get("choices") or []
         self.finished += sum(1 for choice in choices if choice.get("finish_reason"))

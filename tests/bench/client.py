@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 
 class BadAnswer(Exception):
@@ -37,15 +37,20 @@ class Reply:
         head, _, rest = self.raw.partition(b"\r\n\r\n")
         return dechunk(rest) if b"transfer-encoding: chunked" in head.lower() else rest
 
-    def text(self, *, events: int) -> str:
-        """The content of a stream; raises BadAnswer unless exactly `events` events came and the last was [DONE]."""
+    def events(self) -> list[dict[str, Any]]:
+        """The events of a stream before [DONE]; raises BadAnswer when it is none or has no such end."""
         if self.status() != 200:
             raise BadAnswer(f"status {self.status()}: {self.body()[:300]!r}")
-        lines = [line for line in self.body().split(b"\n") if line.startswith(b"data: ")]
-        if len(lines) != events or lines[-1] != b"data: [DONE]":
-            raise BadAnswer(f"{len(lines)} events in place of {events}, the last is {lines[-1:]!r}")
-        choices = [json.loads(line[6:])["choices"] for line in lines[:-1]]
-        return "".join(choice[0]["delta"].get("content") or "" for choice in choices if choice)
+        lines = [line[6:] for line in self.body().split(b"\n") if line.startswith(b"data: ")]
+        if not lines or lines.pop() != b"[DONE]":
+            raise BadAnswer(f"no [DONE] after {len(lines)} events")
+        return [json.loads(line) for line in lines]
+
+
+def text_of(events: Sequence[Mapping[str, Any]]) -> str:
+    """The content of all deltas."""
+    choices = [choice for event in events for choice in event["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 def dechunk(data: bytes) -> bytes:
@@ -128,14 +133,17 @@ class Client(asyncio.Protocol):
             self._answer.set_exception(ConnectionError("closed before the end of the answer"))
 
 
-async def connect(port: int, meter: Meter) -> Client:
-    _, client = await asyncio.get_running_loop().create_connection(lambda: Client(meter), "127.0.0.1", port)
-    return client
+async def connect(address: int | str, meter: Meter) -> Client:
+    """A loopback port, or the path of a Unix socket."""
+    loop = asyncio.get_running_loop()
+    if isinstance(address, int):
+        return (await loop.create_connection(lambda: Client(meter), "127.0.0.1", address))[1]
+    return (await loop.create_unix_connection(lambda: Client(meter), address))[1]
 
 
-def render_request(port: int, headers: Mapping[str, str], *, model: str, stream: bool, max_tokens: int) -> bytes:
-    messages = [{"role": "user", "content": "Why is the sky blue? Answer in one short paragraph."}]
-    body = json.dumps({"model": model, "messages": messages, "max_tokens": max_tokens, "stream": stream}).encode()
-    fields = {"Host": f"127.0.0.1:{port}", "Content-Type": "application/json", "Content-Length": len(body), **headers}
+def render_request(body: Mapping[str, object], headers: Mapping[str, str]) -> bytes:
+    """A chat completion as bytes."""
+    content = json.dumps(body).encode()
+    fields = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": len(content), **headers}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode() + body
+    return f"POST /v1/chat/completions HTTP/1.1\r\n{lines}\r\n".encode() + content

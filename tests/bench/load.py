@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import uvloop
 
-from .client import BadAnswer, Client, Meter, Reply, connect, render_request
+from .client import BadAnswer, Client, Meter, Reply, connect, render_request, text_of
 from .processes import cpu_seconds, resident_bytes
 
 EVENTS_BESIDE_CONTENT = 3  # role, finish, [DONE]
@@ -37,7 +37,9 @@ class Load:
     connections: int = 8
 
     def request(self, *, stream: bool, max_tokens: int) -> bytes:
-        return render_request(self.port, self.headers, model=self.model, stream=stream, max_tokens=max_tokens)
+        messages = [{"role": "user", "content": "Why is the sky blue? Answer in one short paragraph."}]
+        body = {"model": self.model, "messages": messages, "max_tokens": max_tokens, "stream": stream}
+        return render_request(body, self.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,12 @@ async def measure_streams(load: Load) -> dict[str, object]:
 
 def check_streams(replies: Sequence[Reply], *, max_tokens: int) -> None:
     """Raises BadAnswer unless all streams are complete and say the same."""
-    texts = {reply.text(events=max_tokens + EVENTS_BESIDE_CONTENT) for reply in replies}
-    if len(texts) != 1:
-        raise BadAnswer(f"{len(texts)} different texts in {len(replies)} equal streams")
+    streams = [reply.events() for reply in replies]
+    counts = {len(events) + 1 for events in streams}
+    if counts != {max_tokens + EVENTS_BESIDE_CONTENT}:
+        raise BadAnswer(f"{sorted(counts)} events in place of {max_tokens + EVENTS_BESIDE_CONTENT}")
+    if len({text_of(events) for events in streams}) != 1:
+        raise BadAnswer("equal requests have got different texts")
 
 
 async def measure_requests(load: Load) -> dict[str, object]:

@@ -197,15 +197,18 @@ def run_gateway(setting: Setting) -> Iterator[Target]:
         yield Target(port, proxy_pids=(gateway.pid,), engine_pids=engines, headers=target.headers)
 
 
+def gateway_key() -> dict[str, object]:
+    return {"name": "bench", "hash": "sha256:" + hashlib.sha256(KEY.encode()).hexdigest(), "models": ["*"]}
+
+
 def gateway_configuration(setting: Setting, port: int) -> dict[str, object]:
     """JSON is YAML, too."""
     model = {"path": str(setting.model), "context": setting.context, "parallel": setting.streams}
-    key = {"name": "bench", "hash": "sha256:" + hashlib.sha256(KEY.encode()).hexdigest(), "models": ["*"]}
     return {
         "server": {"host": "127.0.0.1", "port": port, "drain_seconds": 1},
         "engine": {"binary": str(setting.fake_engine())},
         "models": {MODEL: model},
-        "keys": [key],
+        "keys": [gateway_key()],
         "state_dir": str(setting.folder / "state"),
     }
 

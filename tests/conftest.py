@@ -1,0 +1,68 @@
+"""Real parts for every test: the demo model, both engines, a gateway process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.cli.model_store import demo_model as fetch_demo_model
+from tests.gateway import GatewayProcess, running_gateway
+
+CONTEXT_TOKENS = 1024
+MODEL_ID = "smollm2"
+_INSTALLED_ENGINE = Path("/opt/llama-gateway-engine/bin/llama-server")
+
+
+def _native_engine() -> Path | None:
+    """deploy/native-engine-debian.sh installs one; another is named by LLAMA_GATEWAY_TEST_ENGINE or stands on PATH."""
+    named = os.environ.get("LLAMA_GATEWAY_TEST_ENGINE") or shutil.which("llama-server")
+    if named:
+        return Path(named)
+    return _INSTALLED_ENGINE if _INSTALLED_ENGINE.exists() else None
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct, fetched as the demo fetches it."""
+    return fetch_demo_model(on_progress=lambda done, total: None)
+
+
+@pytest.fixture(scope="session")
+def native_engine() -> Path | None:
+    """A native llama-server, or None on a machine without one."""
+    return _native_engine()
+
+
+@pytest.fixture(scope="session", params=["embedded", "native"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """The value of ``engine.binary``, for both engines."""
+    if request.param == "embedded":
+        return "embedded"
+    native = _native_engine()
+    if native is None:
+        pytest.skip("no native llama-server on this machine; deploy/native-engine-debian.sh installs one")
+    return str(native)
+
+
+@pytest.fixture(scope="session")
+def gateway(engine: str, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """A gateway with one model of two slots, for tests that leave it as they found it."""
+    config = {
+        "engine": {"binary": engine},
+        "memory": {"ram_reserve": "256MiB"},
+        "models": {
+            MODEL_ID: {
+                "path": str(demo_model),
+                "aliases": ["gpt-4o-mini"],
+                "context": CONTEXT_TOKENS,
+                "parallel": 2,
+                "max_tokens": 64,
+            }
+        },
+    }
+    with running_gateway(config, tmp_path_factory.mktemp("gateway")) as running:
+        yield running

@@ -1,0 +1,469 @@
+"""Settings: what the example promises, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from app.config import (
+    Defaults,
+    EngineConfig,
+    KeyConfig,
+    MemoryConfig,
+    ModelCatalog,
+    ModelEntry,
+    ServerConfig,
+    Settings,
+    load_settings,
+)
+from app.errors import ConfigError, ModelNotFound
+
+EXAMPLE = Path(__file__).parent.parent / "config.example.yaml"
+HASH = "sha256:" + "0" * 64
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a configuration beside two model files, a.gguf and b.gguf."""
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+
+    def write_config(text: str) -> Path:
+        file = tmp_path / "config.yaml"
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write_config
+
+
+def _refusal(file: Path) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        load_settings(file)
+    return refusal.value.message
+
+
+# The example
+
+
+def _example_tree() -> dict[str, Any]:
+    tree = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    assert isinstance(tree, dict)
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("section", "pick"),
+    [
+        (Settings, lambda tree: tree),
+        (ServerConfig, lambda tree: tree["server"]),
+        (EngineConfig, lambda tree: tree["engine"]),
+        (MemoryConfig, lambda tree: tree["memory"]),
+        (Defaults, lambda tree: tree["defaults"]),
+        (ModelEntry, lambda tree: next(iter(tree["models"].values()))),
+        (KeyConfig, lambda tree: tree["keys"][0]),
+    ],
+)
+def test_the_example_holds_every_key(section: type[BaseModel], pick: Callable[[dict[str, Any]], Any]) -> None:
+    assert set(pick(_example_tree())) == set(section.model_fields)
+
+
+def test_every_line_of_the_example_is_commented() -> None:
+    keys = [line for line in EXAMPLE.read_text().splitlines() if ":" in line and not line.lstrip().startswith("#")]
+    bare = [line for line in keys if "#" not in line and not line.rstrip().endswith(":")]
+    assert [line for line in bare if not line.lstrip().startswith(("host", "port"))] == []
+
+
+def test_the_example_loads(tmp_path: Path) -> None:
+    file = shutil.copy(EXAMPLE, tmp_path / "config.yaml")
+    (tmp_path / "models").mkdir()
+    model = tmp_path / _example_tree()["models"]["smollm2"]["path"]
+    model.touch()
+    loaded = load_settings(Path(file))
+    assert loaded.models["smollm2"].path == model
+    assert loaded.state_dir == tmp_path / "state"
+    assert loaded.server.max_body == 16 << 20
+
+
+def test_the_example_shows_the_defaults(tmp_path: Path) -> None:
+    shown, silent = _example_tree(), Settings()
+    assert ServerConfig(**shown["server"]) == silent.server
+    assert EngineConfig(**shown["engine"]) == silent.engine
+    assert MemoryConfig(**shown["memory"]) == silent.memory
+    assert Defaults(**shown["defaults"]) == silent.defaults
+
+
+# Misspelt keys
+
+_MISSPELT = {
+    "top": ("sever: {port: 1}", 1, "sever", "server"),
+    "server": ("server:\n  prot: 1", 2, "server.prot", "port"),
+    "engine": ("engine:\n  binarry: auto", 2, "engine.binarry", "binary"),
+    "memory": ("memory:\n  vram_reserved: 1GiB", 2, "memory.vram_reserved", "vram_reserve"),
+    "defaults": ("defaults:\n  max_token: 1", 2, "defaults.max_token", "max_tokens"),
+    "model": ("models:\n  m:\n    path: a.gguf\n    contxt: 1", 4, "models.m.contxt", "context"),
+    "offload": (
+        "models:\n  m:\n    path: a.gguf\n    offload:\n      gpu_layer: 1",
+        5,
+        "models.m.offload.gpu_layer",
+        "gpu_layers",
+    ),
+    "key": (f"keys:\n  - name: a\n    hash: {HASH}\n    model: []", 4, "keys[0].model", "models"),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "key", "meant"), _MISSPELT.values(), ids=_MISSPELT)
+def test_a_misspelt_key_is_named_with_its_place_and_the_one_meant(
+    write: Write, text: str, line: int, key: str, meant: str
+) -> None:
+    file = write(text)
+    assert f"{file}:{line}: {key}: this key is unknown; did you mean {meant!r}?" in _refusal(file)
+
+
+def test_a_key_like_no_other_gets_the_list(write: Write) -> None:
+    refusal = _refusal(write("memory: {zzzz: 1}"))
+    assert "known here: vram_reserve, ram_reserve." in refusal
+
+
+@pytest.mark.parametrize("key", ["_env_file", "_cli_parse_args", "_secrets_dir", "__pydantic_self__", "model_config"])
+def test_names_of_the_machinery_are_unknown_keys_too(write: Write, key: str) -> None:
+    assert key in _refusal(write(f"{key}: x\n"))
+
+
+def test_all_problems_are_told_at_once(write: Write) -> None:
+    refusal = _refusal(write("server: {prot: 1}\nmemory: {ram: 1}\n"))
+    assert len(refusal.splitlines()) == 2
+
+
+# Values
+
+_WRONG = {
+    "text for a number": ("server: {port: many}", "server.port"),
+    "port over": ("server: {port: 65536}", "server.port"),
+    "port under": ("server: {port: -1}", "server.port"),
+    "truth for a number": ("server: {port: yes}", "server.port"),
+    "list for text": ("server: {host: []}", "server.host"),
+    "number for text": ("server: {host: 1}", "server.host"),
+    "text for a section": ("server: here", "server"),
+    "nothing for a section": ("server:", "server"),
+    "drain for ever": ("server: {drain_seconds: .inf}", "server.drain_seconds"),
+    "drain for NaN": ("server: {drain_seconds: .nan}", "server.drain_seconds"),
+    "negative size": ("server: {max_body: -5}", "server.max_body"),
+    "negative size with unit": ("memory: {ram_reserve: -1GiB}", "memory.ram_reserve"),
+    "unknown unit": ("memory: {ram_reserve: 2 potatoes}", "memory.ram_reserve"),
+    "endless size": ("memory: {ram_reserve: .inf}", "memory.ram_reserve"),
+    "size over 64 bits": ("memory: {vram_reserve: 99999999EiB}", "memory.vram_reserve"),
+    "no tokens": ("defaults: {context: 0}", "defaults.context"),
+    "half a slot": ("defaults: {parallel: 1.5}", "defaults.parallel"),
+    "too many slots": ("defaults: {parallel: 65}", "defaults.parallel"),
+    "unknown word": ("defaults: {on_overflow: truncate}", "defaults.on_overflow"),
+    "negative queue": ("defaults: {max_queue: -1}", "defaults.max_queue"),
+    "empty engine": ("engine: {binary: ''}", "engine.binary"),
+    "models as a list": ("models: [a]", "models"),
+    "model without path": ("models: {m: {}}", "models.m.path"),
+    "aliases as text": ("models: {m: {path: a.gguf, aliases: local}}", "models.m.aliases"),
+    "unknown cache": ("models: {m: {path: a.gguf, kv_cache: q9}}", "models.m.kv_cache"),
+    "unknown offload": ("models: {m: {path: a.gguf, offload: full}}", "models.m.offload"),
+    "empty offload": ("models: {m: {path: a.gguf, offload: {}}}", "models.m.offload"),
+    "negative layers": ("models: {m: {path: a.gguf, offload: {gpu_layers: -1}}}", "models.m.offload.gpu_layers"),
+    "key without hash": ("keys: [{name: a}]", "keys[0].hash"),
+    "short hash": ("keys: [{name: a, hash: 'sha256:00'}]", "keys[0]"),
+    "plain key": ("keys: [{name: a, hash: lg-secret}]", "keys[0]"),
+    "name with spaces": (f"keys: [{{name: a b, hash: '{HASH}'}}]", "keys[0].name"),
+}
+
+
+@pytest.mark.parametrize(("text", "key"), _WRONG.values(), ids=_WRONG)
+def test_a_wrong_value_is_refused_with_its_place(write: Write, text: str, key: str) -> None:
+    file = write(text)
+    assert f"{file}:1: {key}: " in _refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("written", "size_bytes"), [("16MiB", 16 << 20), ("1.5GiB", 3 << 29), ("2 GB", 2 * 10**9), ("4096", 4096)]
+)
+def test_sizes_have_units(write: Write, written: str, size_bytes: int) -> None:
+    assert load_settings(write(f"memory: {{ram_reserve: {written}}}")).memory.ram_reserve == size_bytes
+
+
+def test_offload_is_automatic_or_exactly_as_given(write: Write) -> None:
+    text = "models:\n  auto: {path: a.gguf, offload: auto}\n  hand: {path: b.gguf, offload: {cpu_moe_layers: 0}}\n"
+    models = ModelCatalog(load_settings(write(text)))
+    automatic, by_hand = models.resolve("auto"), models.resolve("hand")
+    assert (automatic.gpu_layers, automatic.cpu_moe_layers) == (None, None)
+    assert (by_hand.gpu_layers, by_hand.cpu_moe_layers) == (None, 0)
+
+
+def test_a_model_uses_the_defaults_it_does_not_override(write: Write) -> None:
+    text = """
+defaults: {context: 100, parallel: 3, max_tokens: 7, on_overflow: clamp, max_queue: 5}
+models: {a: {path: a.gguf}, b: {path: b.gguf, context: 200, parallel: 1, max_tokens: 9, on_overflow: reject,
+  max_queue: 0}}
+"""
+    a, b = ModelCatalog(load_settings(write(text)))
+    assert (a.context, a.default_context, a.parallel, a.max_tokens, a.on_overflow, a.max_queue) == (
+        *(None, 100, 3, 7, "clamp"),
+        5,
+    )
+    assert (b.context, b.parallel, b.max_tokens, b.on_overflow, b.max_queue) == (200, 1, 9, "reject", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_loopback(host: str, is_loopback: bool) -> None:
+    assert ServerConfig(host=host).is_loopback is is_loopback
+
+
+def test_settings_are_frozen(write: Write) -> None:
+    loaded = load_settings(write("models: {m: {path: a.gguf}}"))
+    with pytest.raises(ValidationError, match="frozen"):
+        loaded.server = ServerConfig()
+    for section, field in [(loaded.server, "port"), (loaded.defaults, "context"), (loaded.models["m"], "context")]:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, field, 1)
+
+
+# Names
+
+
+def test_two_models_with_one_alias(write: Write) -> None:
+    text = "models:\n  a: {path: a.gguf, aliases: [x]}\n  b:\n    path: b.gguf\n    aliases: [x]\n"
+    assert "config.yaml:5: models.b.aliases: the alias 'x' already names 'a'" in _refusal(write(text))
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_an_alias_that_is_another_models_name(write: Write, order: tuple[str, str]) -> None:
+    entries = {"a": "{path: a.gguf, aliases: [b]}", "b": "{path: b.gguf}"}
+    text = "models:\n" + "".join(f"  {name}: {entries[name]}\n" for name in order)
+    assert "models.a.aliases: the alias 'b' already names 'b'" in _refusal(write(text))
+
+
+def test_a_key_for_an_unknown_model(write: Write) -> None:
+    text = f"models: {{m: {{path: a.gguf}}}}\nkeys:\n  - name: eve\n    hash: {HASH}\n    models: [m, other]\n"
+    refusal = _refusal(write(text))
+    assert "config.yaml:5: keys[0].models: the key 'eve' names the model 'other'" in refusal
+
+
+def test_a_key_name_given_twice(write: Write) -> None:
+    text = f"keys:\n  - {{name: a, hash: '{HASH}'}}\n  - {{name: a, hash: '{HASH}'}}\n"
+    assert "config.yaml:3: keys[1].name: the key name 'a' is given twice" in _refusal(write(text))
+
+
+def test_names_and_aliases_resolve(write: Write) -> None:
+    catalog = ModelCatalog(load_settings(write("models: {m: {path: a.gguf, aliases: [x, y/z]}}")))
+    assert [catalog.resolve(name).id for name in ("m", "x", "y/z")] == ["m", "m", "m"]
+    with pytest.raises(ModelNotFound, match="this gateway has: m") as unknown:
+        catalog.resolve("gpt-9" + "!" * 10_000)
+    assert unknown.value.param == "model"
+    assert len(unknown.value.message) < 400
+
+
+# Files and paths
+
+
+@pytest.mark.parametrize("path", ["missing.gguf", "~nobody-has-this-name/m.gguf", "n" * 5000 + ".gguf"])
+def test_a_missing_model_file(write: Write, path: str) -> None:
+    file = write(f"models:\n  m:\n    path: {path}\n")
+    assert f"{file}:3: models.m.path: " in _refusal(file)
+
+
+def test_relative_paths_start_at_the_folder_of_the_file(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write("models: {m: {path: ./a.gguf}}\nengine: {binary: bin/llama-server}\nstate_dir: here\n")
+    monkeypatch.chdir("/")
+    loaded = load_settings(file)
+    assert loaded.models["m"].path == tmp_path / "a.gguf"
+    assert loaded.engine.binary == str(tmp_path / "bin" / "llama-server")
+    assert loaded.state_dir == tmp_path / "here"
+
+
+def test_absolute_paths_and_words_stay(write: Write, tmp_path: Path) -> None:
+    loaded = load_settings(write(f"models: {{m: {{path: {tmp_path}/a.gguf}}}}\nengine: {{binary: embedded}}\n"))
+    assert loaded.models["m"].path == tmp_path / "a.gguf"
+    assert loaded.engine.binary == "embedded"
+
+
+def test_a_model_alone_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    model = tmp_path / "Tiny-Q4_1.gguf"
+    model.touch()
+    loaded = load_settings(model=model)
+    assert list(loaded.models) == ["Tiny-Q4_1"]
+    assert loaded.state_dir == tmp_path / "state" / "llama-gateway"
+
+
+def test_a_model_joins_those_of_the_file(write: Write, tmp_path: Path) -> None:
+    loaded = load_settings(write("models: {m: {path: a.gguf}}"), model=tmp_path / "b.gguf")
+    assert list(loaded.models) == ["m", "b"]
+
+
+def test_a_missing_model_alone_names_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the command line: models\.x\.path: there is no file"):
+        load_settings(model=tmp_path / "x.gguf")
+
+
+def test_the_address_of_the_command_line_wins() -> None:
+    loaded = Settings().listening_on(host=None, port=9)
+    assert (loaded.server.host, loaded.server.port) == ("127.0.0.1", 9)
+
+
+# YAML
+
+_NOT_YAML = {
+    "tab": ("server:\n\tport: 1\n", ":2: "),
+    "open bracket": ("models: [\n", ":2: "),
+    "two values": ("a: b: c\n", ":1: "),
+    "two documents": ("server: {}\n---\nserver: {}\n", ":2: "),
+    "unknown tag": ("server: !!python/object:os.system x\n", ":1: "),
+    "impossible date": ("state_dir: 2024-13-45\n", ""),
+    "half a number": ("server: {port: 0x_}\n", ""),
+    "endless number": ("server: {port: " + "9" * 5000 + "}\n", ""),
+    "no text": ("server: \x01\n", ""),
+    "deep": ("models: " + "[" * 50_000 + "\n", ""),
+    "itself": ("models: &a {x: *a}\n", ""),
+}
+
+
+@pytest.mark.parametrize(("text", "place"), _NOT_YAML.values(), ids=_NOT_YAML)
+def test_what_is_not_yaml_names_the_file_and_the_line(write: Write, text: str, place: str) -> None:
+    file = write(text)
+    assert f"{file}{place}" in _refusal(file)
+
+
+@pytest.mark.parametrize("path", [r"C:\models\m.gguf", r"C:\Users\me\m.gguf", r"D:\x\m.gguf"])
+def test_a_windows_path_in_double_quotes_gets_the_cure(write: Write, path: str) -> None:
+    assert "write Windows paths in single quotes" in _refusal(write(f'models: {{m: {{path: "{path}"}}}}\n'))
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("server: {}\nserver: {}\n", ":2: server"),
+        ("server:\n  port: 1\n  port: 2\n", ":3: server.port"),
+        ("models:\n  m: {path: a.gguf}\n  m: {path: b.gguf}\n", ":3: models.m"),
+        ("keys:\n  - {name: a, name: b}\n", ":2: keys[0].name"),
+    ],
+)
+def test_a_key_given_twice(write: Write, text: str, place: str) -> None:
+    file = write(text)
+    assert f"{file}{place}: this key is given twice." in _refusal(file)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "\ufeff"])
+def test_an_empty_file_is_all_defaults(write: Write, text: str) -> None:
+    assert load_settings(write(text)).server == ServerConfig()
+
+
+@pytest.mark.parametrize("text", ["- a\n", "word\n", "7\n"])
+def test_something_else_than_a_mapping(write: Write, text: str) -> None:
+    assert "must be a mapping of sections" in _refusal(write(text))
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes("server: {host: möhre}".encode("latin-1"))
+    assert "is not UTF-8" in _refusal(file)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "cannot be read (No such file" in _refusal(tmp_path / "absent.yaml")
+    assert "cannot be read (Is a directory" in _refusal(tmp_path)
+
+
+# The environment
+
+
+def test_the_environment_wins_over_the_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_GATEWAY_SERVER__PORT", "9000")
+    monkeypatch.setenv("LLAMA_GATEWAY_MODELS__M__CONTEXT", "77")
+    loaded = load_settings(write("server: {port: 1, host: '::1'}\nmodels: {m: {path: a.gguf}}\n"))
+    assert (loaded.server.port, loaded.server.host) == (9000, "::1")
+    assert loaded.models["m"].context == 77
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LLAMA_GATEWAY_SERVER__PORT", "many"),
+        ("LLAMA_GATEWAY_SERVER__PROT", "1"),
+        ("LLAMA_GATEWAY_SERVER", "not json"),
+        ("LLAMA_GATEWAY_KEYS", "[{"),
+    ],
+)
+def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"(?i)server|keys"):
+        load_settings()
+
+
+def test_a_reference_is_replaced(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_FOLDER", "sub")
+    monkeypatch.setenv("TEST_PORT", "9001")
+    loaded = load_settings(write("state_dir: '${env:TEST_FOLDER}/x'\nserver: {port: '${env:TEST_PORT}'}\n"))
+    assert loaded.state_dir.parts[-2:] == ("sub", "x")
+    assert loaded.server.port == 9001
+
+
+def test_a_missing_reference_names_its_place(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TEST_ABSENT", raising=False)
+    file = write("server:\n  host: ${env:TEST_ABSENT}\n")
+    assert f"{file}:2: server.host: the environment has no variable TEST_ABSENT; set it" in _refusal(file)
+
+
+# Anything at all
+
+_LINES = EXAMPLE.read_text(encoding="utf-8").splitlines()
+_VALUES = (
+    *("yes", "0x_", "2024-02-30", "9" * 5000, ".inf", "-1", "1e999", "''", "~", "*a", "&a [*a]", "{", "[", "]", "'"),
+    *('"\\Users"', "!!set {a}", "!!binary x", "${env:ABSENT}", "~nobody/x", "{a: b}", "[{}]", "\t", "|", "<<: 1"),
+)
+_KEYS = ("", "  ", "server", "_env_file", "~", "? [a]", "1", "<<", "'", "- a", "context", "    offload")
+
+
+def _mutated(changes: list[tuple[int, str, str]]) -> str:
+    """The example with values, keys or whole lines of it replaced."""
+    lines = list(_LINES)
+    for index, what, content in changes:
+        key, _, value = lines[index].partition(":")
+        lines[index] = {"value": f"{key}: {content}", "key": f"{content}:{value}", "line": content}[what]
+    return "\n".join(lines)
+
+
+_CONTENT = st.text(max_size=9)
+_CHANGE = st.one_of(
+    st.tuples(st.integers(0, len(_LINES) - 1), st.just("value"), st.sampled_from(_VALUES) | _CONTENT),
+    st.tuples(st.integers(0, len(_LINES) - 1), st.just("key"), st.sampled_from(_KEYS) | _CONTENT),
+    st.tuples(st.integers(0, len(_LINES) - 1), st.just("line"), st.sampled_from(_LINES) | _CONTENT),
+)
+
+
+@given(st.lists(_CHANGE, min_size=1, max_size=3))
+@hypothesis.settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+def test_any_text_loads_or_is_refused_by_name(tmp_path: Path, changes: list[tuple[int, str, str]]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(_mutated(changes), encoding="utf-8", errors="replace")
+    (tmp_path / "models").mkdir(exist_ok=True)
+    (tmp_path / _example_tree()["models"]["smollm2"]["path"]).touch()
+    try:
+        load_settings(file)
+    except ConfigError as refusal:
+        assert str(file) in refusal.message
