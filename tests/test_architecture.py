@@ -129,7 +129,7 @@ def _functions(source: str) -> Iterator[Function]:
 
 def imports_in_functions(sources: Sources) -> list[str]:
     return [
-        f"{module}:{inner.lineno}"
+        f"{module}:{getattr(inner, 'lineno', 0)}"
         for module, source in sources.items()
         for function in _functions(source)
         for inner in ast.walk(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from app.errors import InvalidValue, RequestError
 from app.protocol import ChatRequest, parse_chat_request
 
-USER = {"role": "user", "content": "hi"}
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
 # What goes down whatever the client says; the gateway's own values, never the client's.
 _ALWAYS_SENT = {"messages", "max_tokens", "stream", "stream_options", "return_progress"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -107,10 +108,9 @@ def test_nesting_of_65_is_refused(field: str) -> None:
 def test_50_000_keys_cost_nothing_and_go_nowhere() -> None:
     body = _body(**{f"key{index}": index for index in range(50_000)})
     started = time.perf_counter()
-    try:
+    # To refuse them would be as good.
+    with contextlib.suppress(RequestError):
         assert set(_sent(parse_chat_request(body))) == _ALWAYS_SENT
-    except RequestError:
-        pass
     assert time.perf_counter() - started < 0.2
 
 
@@ -125,57 +125,73 @@ def test_a_message_of_50_000_keys_does_not_reach_the_engine() -> None:
 
 # Refused, by the name of the field
 
+_Table = list[tuple[dict[str, Any], str]]
+
+
+def _each(name: str, *values: Any, param: str = "", **more: Any) -> _Table:
+    """A row per value of one field, beside ``more``; ``param`` where the refusal names something else."""
+    return [({name: value, **more}, param or name) for value in values]
+
+
+def _users(name: str, *values: Any) -> list[Any]:
+    return [USER | {name: value} for value in values]
+
+
+def _each_message(param: str, *messages: Any, before: tuple[Any, ...] = ()) -> _Table:
+    return [({"messages": [*before, message]}, param) for message in messages]
+
+
 _TOO_MANY = [USER] * 4097
-_REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"model": value}, "model") for value in (None, "", 5, [], {})),
-    *(({"messages": value}, "messages") for value in (None, {}, [], "hi", _TOO_MANY)),
-    *(({"messages": [value]}, "messages[0]") for value in (1, None, "hi", [])),
-    *(({"messages": [USER | {"role": value}]}, "messages[0].role") for value in (5, None, "", "robot", [], {})),
-    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-    *(({"messages": [USER, USER | {"content": value}]}, "messages[1].content") for value in (5, None, True, {})),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    *(
-        ({"messages": [USER | {"content": [value]}]}, "messages[0].content[0]")
-        for value in (
-            "hi",
-            {"type": "text"},
-            {"type": "text", "text": 5},
-            {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}},
-            {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
-            {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
-        )
-    ),
-    *(
-        ({name: value}, name)
-        for name in ("max_tokens", "max_completion_tokens")
-        for value in (0, -1, -5, 1.9, 1.0, "3", True, 4294967298, 1 << 31, 1 << 63, [], {})
-    ),
-    *(({"temperature": value}, "temperature") for value in (9, 2.1, -1, "1", True, [])),
-    *(({"top_p": value}, "top_p") for value in (-0.1, 1.1, "1", True)),
-    *(({name: value}, name) for name in ("min_p", "typical_p") for value in (-0.1, 1.1, "x")),
-    *(({name: value}, name) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, "0")),
-    *(({"repeat_penalty": value}, "repeat_penalty") for value in (-1, 11, "x")),
-    *(({"n": value}, "n") for value in (0, -1, 129, 1.0, "1", True)),
-    *(({"seed": value}, "seed") for value in (1.5, "1", True, 1 << 63)),
-    *(({"top_k": value}, "top_k") for value in (-1, 1 << 21, 1.5)),
-    *(({"repeat_last_n": value}, "repeat_last_n") for value in (-2, "1")),
-    *(({"top_logprobs": value, "logprobs": True}, "top_logprobs") for value in (21, -1, 1.5, True, "5")),
-    *(({"top_logprobs": 5, **more}, "top_logprobs") for more in ({}, {"logprobs": False})),
-    *(({"logprobs": value}, "logprobs") for value in (1, "true", [])),
-    *(({"stop": value}, "stop") for value in (["a"] * 5, [5], 5, True, {}, [None])),
-    *(({"stream": value}, "stream") for value in (1, "true", [])),
-    *(({"stream": True, "stream_options": value}, "stream_options") for value in (1, [], "x")),
-    ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
-    *(({"tools": value}, "tools") for value in ({}, [1], [{}], [{"function": {}}], [{"function": {"name": 5}}])),
-    ({"tools": [TOOL] * 129}, "tools"),
-    *(({"tool_choice": value, "tools": [TOOL]}, "tool_choice") for value in ("any", 5, True, [], {}, {"function": {}})),
-    ({"tool_choice": {"type": "function", "function": {"name": "absent"}}, "tools": [TOOL]}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
-    *(({"response_format": value}, "response_format") for value in ("json", [], 5)),
-    *(({name: []}, name) for name in ("logit_bias", "chat_template_kwargs", "reasoning_effort")),
-    *(({name: 1}, name) for name in ("ignore_eos", "parallel_tool_calls")),
-    ({"functions": [TOOL["function"]]}, "functions"),
-    ({"functions": [TOOL["function"]], "function_call": {"name": "weather"}}, "functions"),
+_NO_TOKENS: tuple[Any, ...] = (0, -1, -5, 1.9, 1.0, "3", True, 4294967298, 1 << 31, 1 << 63, [], {})
+_NO_TEXT = (
+    *("hi", {"type": "text"}, {"type": "text", "text": 5}, {"type": "file", "file": {}}),
+    {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}},
+    {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+    {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+)
+_ABSENT = {"type": "function", "function": {"name": "absent"}}
+_REFUSED: _Table = [
+    *_each("model", None, "", 5, [], {}),
+    *_each("messages", None, {}, [], "hi", _TOO_MANY),
+    *_each_message("messages[0]", 1, None, "hi", []),
+    *_each_message("messages[0].role", *_users("role", 5, None, "", "robot", [], {})),
+    *_each_message("messages[0].role", {"content": "hi"}),
+    *_each_message("messages[1].content", *_users("content", 5, None, True, {}), before=(USER,)),
+    *_each_message("messages[0].content", {"role": "user"}),
+    *_each_message("messages[0].content[0]", *_users("content", *([part] for part in _NO_TEXT))),
+    *_each("max_tokens", *_NO_TOKENS),
+    *_each("max_completion_tokens", *_NO_TOKENS),
+    *_each("temperature", 9, 2.1, -1, "1", True, []),
+    *_each("top_p", -0.1, 1.1, "1", True),
+    *_each("min_p", -0.1, 1.1, "x"),
+    *_each("typical_p", -0.1, 1.1),
+    *_each("presence_penalty", -2.1, 2.1, "0"),
+    *_each("frequency_penalty", -2.1, 2.1, "0"),
+    *_each("repeat_penalty", -1, 11, "x"),
+    *_each("n", 0, -1, 129, 1.0, "1", True),
+    *_each("seed", 1.5, "1", True, 1 << 63),
+    *_each("top_k", -1, 1 << 21, 1.5),
+    *_each("repeat_last_n", -2, "1"),
+    *_each("top_logprobs", 21, -1, 1.5, True, "5", logprobs=True),
+    *_each("top_logprobs", 5),
+    *_each("top_logprobs", 5, logprobs=False),
+    *_each("logprobs", 1, "true", []),
+    *_each("stop", ["a"] * 5, [5], 5, True, {}, [None]),
+    *_each("stream", 1, "true", []),
+    *_each("stream_options", 1, [], "x", stream=True),
+    *_each("stream_options", {"include_usage": 1}, stream=True, param="include_usage"),
+    *_each("tools", {}, [1], [{}], [{"function": {}}], [{"function": {"name": 5}}], [TOOL] * 129),
+    *_each("tool_choice", "any", 5, True, [], {}, {"function": {}}, _ABSENT, tools=[TOOL]),
+    *_each("tool_choice", TOOL),
+    *_each("response_format", "json", [], 5),
+    *_each("logit_bias", [], "x"),
+    *_each("chat_template_kwargs", [], "x"),
+    *_each("reasoning_effort", [], 5),
+    *_each("ignore_eos", 1, "true"),
+    *_each("parallel_tool_calls", 1, "true"),
+    # Older names, which the engine would ignore without a word.
+    *_each("functions", [TOOL["function"]]),
+    *_each("function_call", "auto"),
 ]
 
 

@@ -79,7 +79,7 @@ def test_no_key_in_any_line(configure: Configure) -> None:
     log.warning("argument %(key)s", {"key": KEY})
     log.error("object %r", ValueError(f"Bearer {FOREIGN}"))
     logging.getLogger("uvicorn.error").error("x-api-key: %s", FOREIGN)
-    logging.getLogger("aiohttp.client").warning(f"Bearer {FOREIGN}")
+    logging.getLogger("aiohttp.client").warning("Bearer %s", FOREIGN)
     lines = buffer.getvalue()
     assert lines.count("\n") == 6
     assert lines.count("[redacted]") == 6

@@ -66,11 +66,9 @@ async def _admit(
     prompt: int, max_tokens: int | None, *, default: int = 100, clamp: bool = False
 ) -> tuple[int, bool, bool] | tuple[int, int]:
     """What comes of it: (max_tokens, clamped, exact), or the two numbers of the refusal."""
-    fields = {} if max_tokens is None else {"max_tokens": max_tokens}
+    request = _request(max_tokens=max_tokens)
     try:
-        admission = await _counter(FakeSource(count=prompt)).admit(
-            _request(**fields), default_max_tokens=default, clamp=clamp
-        )
+        admission = await _counter(FakeSource(count=prompt)).admit(request, default_max_tokens=default, clamp=clamp)
     except ContextLengthExceeded as refusal:
         return refusal.prompt_tokens, refusal.context_tokens
     assert (admission.prompt_tokens, admission.context_tokens) == (prompt, CONTEXT)
@@ -242,9 +240,7 @@ def test_counting_has_a_deadline_waiting_included() -> None:
         loop.put_forward(1.5)
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [CountingTimedOut] * 3
-        assert [result.headers().get("retry-after") for result in results if isinstance(result, CountingTimedOut)] == [
-            *("5", "5", "5"),
-        ]
+        assert {result.headers()["retry-after"] for result in results if isinstance(result, CountingTimedOut)} == {"5"}
         assert (source.inside, source.most_inside) == (0, 2)
         source.allowed.set()
         assert await counter.exact(_request()) == 5
@@ -275,7 +271,7 @@ async def test_who_leaves_makes_room() -> None:
     first.cancel()
     await source.entered.acquire()
     source.allowed.set()
-    assert await asyncio.gather(second, third) == [5, 5]
+    assert list(await asyncio.gather(second, third)) == [5, 5]
     assert first.cancelled()
 
 
