@@ -73,7 +73,7 @@ def _token(name: bytes, value: bytes) -> bytes | None:
     if name == b"authorization":
         scheme, _, token = value.strip().partition(b" ")
         # An unknown scheme is a wrong key, not an absent one.
-        return token.strip() if scheme.lower() == b"bearer" else value
+        return token.strip() if scheme.lower() == b"bearer" else scheme + b" " + token
     return None
 
 

@@ -20,16 +20,21 @@ def redact(text: str) -> str:
 class _Context(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.request_id = request_id.get()
-        record.msg = redact(record.getMessage())
-        record.args = None
         return True
+
+
+class _RedactingFormatter(logging.Formatter):
+    """Redacts the whole line, a traceback included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 class _NotOurAborts(logging.Filter):
     """Drops uvicorn's complaint about a stream that we broke off on purpose after telling the client why."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "returned without completing response" not in record.getMessage()
+        return "returned without completing response" not in str(record.msg)
 
 
 def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
@@ -40,7 +45,12 @@ def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
             "version": 1,
             "disable_existing_loggers": False,
             "filters": {"context": {"()": _Context}, "aborts": {"()": _NotOurAborts}},
-            "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s %(request_id)s %(message)s"}},
+            "formatters": {
+                "line": {
+                    "()": _RedactingFormatter,
+                    "format": "%(asctime)s %(levelname)s %(name)s %(request_id)s %(message)s",
+                }
+            },
             "handlers": {
                 "stderr": {
                     "class": "logging.StreamHandler",

@@ -122,7 +122,7 @@ class ExchangeResponse:
         async for chunk in reply.chunks():
             if body := self._feed(chunk):
                 first_byte = first_byte or time.monotonic()
-                answer.feed(body)
+                _add(answer, body)
         self._require_complete()
         self._first_byte = first_byte
         body = answer.body(self._meter.usage or Usage())
@@ -139,7 +139,7 @@ class ExchangeResponse:
     def _require_complete(self) -> None:
         """An answer that just ends, or ends in an error, is never passed off as finished."""
         if self._meter.error is not None:
-            raise fault_of(500, self._meter.error)
+            raise fault_of(500, self._meter.error, streamed=True)
         if not self._meter.complete:
             raise UpstreamFailed("The engine ended in the middle of the answer; send the request again.", streamed=True)
 
@@ -164,6 +164,13 @@ class ExchangeResponse:
         if meter.timings is not None:
             _set_rate(metrics.prompt_rate.labels(model_id), meter.timings.prompt_tokens_per_second)
             _set_rate(metrics.generation_rate.labels(model_id), meter.timings.generation_tokens_per_second)
+
+
+def _add(answer: ChatAnswer, body: bytes) -> None:
+    try:
+        answer.feed(body)
+    except ValueError as error:
+        raise UpstreamFailed(f"The engine's answer cannot be read: {error}.", streamed=True) from error
 
 
 def _set_rate(gauge: Any, tokens_per_second: float | None) -> None:

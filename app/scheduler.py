@@ -35,9 +35,9 @@ class Scheduler:
     ) -> AsyncIterator[Lease]:
         """Wait for ``slots`` of the engine's ``capacity``; raises Overloaded when ``max_queue`` wait already."""
         if slots > capacity:
-            raise InvalidValue(f"'n' must not be over {capacity}, the number of slots of this model.", param="n")
+            raise _too_many(capacity)
         queue = self._queues.setdefault(model_id, _Queue())
-        queue.capacity = capacity
+        queue.resize(capacity)
         started = time.monotonic()
         try:
             await queue.acquire(key, slots=slots, max_queue=max_queue, on_change=lambda: self._show(model_id, queue))
@@ -73,6 +73,14 @@ class _Waiter:
     granted: asyncio.Future[None]
 
 
+def _is_granted(waiter: _Waiter) -> bool:
+    return waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None
+
+
+def _too_many(capacity: int) -> InvalidValue:
+    return InvalidValue(f"'n' must not be over {capacity}, the number of slots of this model.", param="n")
+
+
 class _Queue:
     """Slots of one model. Everything here runs on the event loop's thread; ``_serve`` is the only place that grants."""
 
@@ -82,6 +90,16 @@ class _Queue:
         self.waiting = 0
         # Keys that have somebody waiting, next turn first.
         self._turns: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+
+    def resize(self, capacity: int) -> None:
+        """Follow the engine, which may come back with more or fewer slots than before."""
+        if capacity == self.capacity:
+            return
+        self.capacity = capacity
+        for waiter in [waiter for turn in self._turns.values() for waiter in turn if waiter.slots > capacity]:
+            if not waiter.granted.done():
+                waiter.granted.set_exception(_too_many(capacity))
+        self._serve()
 
     async def acquire(self, key: str, *, slots: int, max_queue: int, on_change: Callable[[], None]) -> None:
         """Returns with the slots taken; a cancelled waiter leaves nothing behind."""
@@ -98,7 +116,7 @@ class _Queue:
         on_change()
         try:
             await waiter.granted
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, InvalidValue):
             self._withdraw(key, waiter)
             raise
 
@@ -108,7 +126,7 @@ class _Queue:
         self._serve()
 
     def _withdraw(self, key: str, waiter: _Waiter) -> None:
-        if waiter.granted.done() and not waiter.granted.cancelled():
+        if _is_granted(waiter):
             # Granted in the same turn of the loop in which the client left.
             self.release(waiter.slots)
             return
@@ -125,12 +143,12 @@ class _Queue:
         """Grant in turn while the next in turn fits: a request for several slots is not overtaken for ever."""
         while self._turns:
             key, queue = next(iter(self._turns.items()))
-            if self.busy + queue[0].slots > self.capacity:
+            if not queue[0].granted.done() and self.busy + queue[0].slots > self.capacity:
                 return
             waiter = queue.popleft()
             self.waiting -= 1
-            # A client that left in this very turn of the loop has cancelled its future, but not withdrawn yet.
-            if not waiter.granted.cancelled():
+            # A client that left (or was refused) in this very turn of the loop has not withdrawn yet.
+            if not waiter.granted.done():
                 self.busy += waiter.slots
                 waiter.granted.set_result(None)
             if queue:

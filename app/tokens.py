@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from app.errors import ContextLengthExceeded, CountingTimedOut
+from app.errors import ContextLengthExceeded, CountingTimedOut, RequestError
 from app.protocol import ChatRequest
 
 # Counting runs in the engine's HTTP threads and competes with its inference for the same cores.
@@ -83,7 +83,14 @@ _NASTY = (
 
 async def calibrate_template(source: CountSource) -> TemplateBound | None:
     """Measure what the template adds per message; None when it does more than add (then every prompt is counted)."""
+    try:
+        return await _measured_template(source)
+    except RequestError:
+        # It refuses a system message, an empty one, …
+        return None
 
+
+async def _measured_template(source: CountSource) -> TemplateBound | None:
     async def overhead(*turns: tuple[str, str]) -> int:
         rendered = await source.render_chat([{"role": role, "content": content} for role, content in turns])
         return len(rendered.encode()) - sum(len(content.encode()) for _, content in turns)
@@ -97,6 +104,8 @@ async def calibrate_template(source: CountSource) -> TemplateBound | None:
     probes = [(user, assistant) * turns + (user,) for turns in (2, 5)]
     probes += [(system, *probe) for probe in probes]
     for text in _NASTY:
+        # Repeated, so that no expansion of a character hides behind what the template adds per message.
+        text *= 100
         probes += [(("user", text),), (("system", text), ("user", text), ("assistant", text), ("user", text))]
     for probe in probes:
         if await overhead(*probe) > constant + per_message * len(probe):

@@ -18,8 +18,8 @@ _INSTALLED_ENGINE = Path("/opt/llama-gateway-engine/bin/llama-server")
 
 
 def _native_engine() -> Path | None:
-    """deploy/native-engine-debian.sh installs one; another is named by LLAMA_GATEWAY_TEST_ENGINE or stands on PATH."""
-    named = os.environ.get("LLAMA_GATEWAY_TEST_ENGINE") or shutil.which("llama-server")
+    """deploy/native-engine-debian.sh installs one; another is named by GATEWAY_TEST_ENGINE or stands on PATH."""
+    named = os.environ.get("GATEWAY_TEST_ENGINE") or shutil.which("llama-server")
     if named:
         return Path(named)
     return _INSTALLED_ENGINE if _INSTALLED_ENGINE.exists() else None

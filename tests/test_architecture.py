@@ -13,7 +13,6 @@ _ROOT = Path(__file__).parent.parent
 # The table of the architecture: each line may import only lines above it; a package is one line.
 _LINES = (
     (0, "errors"),
-    (0, "document"),
     (0, "config"),
     (0, "protocol"),
     (0, "gguf"),

@@ -47,7 +47,7 @@ def _check_type(request: Request) -> None:
     media, _, parameters = request.headers.get("content-type", "").lower().partition(";")
     if media.strip() not in _JSON_TYPES:
         raise UnsupportedMediaType("Send 'Content-Type: application/json' with a JSON object.")
-    charset = parameters.partition("charset=")[2].strip(' "')
+    charset = parameters.partition("charset=")[2].partition(";")[0].strip(' "')
     if charset and charset not in ("utf-8", "utf8"):
         raise UnsupportedMediaType("JSON must be sent in UTF-8.")
 

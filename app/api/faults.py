@@ -10,7 +10,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from app.api.gateway import gateway_of
-from app.errors import GatewayError, MethodNotAllowed, RequestError, SetupError, UnknownRoute
+from app.errors import (
+    GatewayError,
+    MethodNotAllowed,
+    RequestError,
+    SetupError,
+    Unavailable,
+    UnknownRoute,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -25,11 +34,12 @@ def install_fault_handlers(app: FastAPI) -> None:
 
 async def _on_gateway_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
-    gateway_of(request).metrics.rejected.labels(error.code or error.type).inc()
+    if not isinstance(error, UpstreamFailed | UpstreamTimeout):
+        gateway_of(request).metrics.rejected.labels(error.code or error.type).inc()
     if isinstance(error, SetupError):
         # Its message is for the operator and may name paths.
         _log.error("%s", error)
-        error = GatewayError(f"The gateway cannot answer: {error.public}.")
+        error = Unavailable(f"The gateway cannot answer: {error.public}.", retry_after_seconds=30)
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
 
 

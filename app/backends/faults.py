@@ -20,11 +20,15 @@ _CLIENT_FAULTS = (
     "failed to parse grammar",
     "image input is not supported",
     "audio input is not supported",
-    "input is too large to process",
+    "is too large to process",
     "tools param requires",
 )
 _FIELD = re.compile(r"Field '([\w.\[\]]+)'")
-_PATH = re.compile(r"(?<![\w/])/(?:[\w.+-]+/)+[\w.+-]*")
+# In quotes up to the closing one, else up to white space or a bracket; a drive letter or a slash begins it.
+_PATH = re.compile(
+    r"""(?<=")(?:/|[A-Za-z]:[\\/])[^"]*|(?<=')(?:/|[A-Za-z]:[\\/])[^']*"""
+    r"""|(?<![\w/])(?:/|[A-Za-z]:[\\/])[^\s'"()<>,;]*"""
+)
 
 
 def engine_fault(status: int, body: bytes) -> GatewayError:
@@ -37,8 +41,8 @@ def engine_fault(status: int, body: bytes) -> GatewayError:
     return fault_of(status, fields)
 
 
-def fault_of(status: int, fields: Mapping[str, Any]) -> GatewayError:
-    """The error for an ``error`` object of the engine, from a response or from within a stream."""
+def fault_of(status: int, fields: Mapping[str, Any], *, streamed: bool = False) -> GatewayError:
+    """The error for an ``error`` object of the engine, from a response or (``streamed``) from within a stream."""
     message = _PATH.sub("[path]", str(fields.get("message") or "the engine gave no reason"))[:500]
     if fields.get("type") == "exceed_context_size_error":
         return ContextLengthExceeded(
@@ -53,4 +57,4 @@ def fault_of(status: int, fields: Mapping[str, Any]) -> GatewayError:
     if status in (400, 501) or any(fault in message for fault in _CLIENT_FAULTS):
         field = _FIELD.search(message)
         return RequestError(f"The engine refused the request: {message}", param=field.group(1) if field else None)
-    return UpstreamFailed(f"The engine could not answer ({status}): {message}")
+    return UpstreamFailed(f"The engine could not answer ({status}): {message}", streamed=streamed)

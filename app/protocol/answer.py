@@ -19,11 +19,17 @@ class ChatAnswer:
         self._choices: dict[int, dict[str, Any]] = {}
 
     def feed(self, chunk: bytes) -> None:
-        """Add what the engine sent; raises EventTooLong."""
+        """Add what the engine sent; raises EventTooLong, or ValueError for what is no chunk."""
         for event in self._splitter.feed(chunk):
             data = event_data(event)
             if data and data.strip() != b"[DONE]":
-                self._add(orjson.loads(data))
+                self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        try:
+            self._add(orjson.loads(data))
+        except (TypeError, AttributeError) as error:
+            raise ValueError("the engine sent an event that is not a chunk") from error
 
     def body(self, usage: Usage) -> bytes:
         """The whole answer as JSON."""

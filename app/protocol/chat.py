@@ -53,6 +53,9 @@ _PLAIN_ROLES = frozenset({"system", "user", "assistant"})
 # With one of these the rendered prompt holds more than the messages.
 _RENDERED_FIELDS = frozenset({"tools", "tool_choice", "response_format", "chat_template_kwargs", "reasoning_effort"})
 _MAX_MESSAGES = 4096
+# The engine looks keys up one by one, quadratic in their number, and recurses into what is nested.
+_MAX_KEYS = 1024
+_MAX_DEPTH = 64
 _MAX_TOOLS = 128
 _MAX_STOPS = 4
 
@@ -75,7 +78,7 @@ class ChatRequest:
         if not _RENDERED_FIELDS.isdisjoint(self.fields):
             return False
         return all(
-            message["role"] in _PLAIN_ROLES and isinstance(message["content"], str) and len(message) == 2
+            message["role"] in _PLAIN_ROLES and isinstance(message.get("content"), str) and len(message) == 2
             for message in self.messages
         )
 
@@ -109,6 +112,8 @@ class ChatRequest:
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Check a body of ``/v1/chat/completions``; raises RequestError or InvalidValue naming the field."""
     document = _parse_object(body)
+    _check_size({key: value for key, value in document.items() if key in _FORWARDED or key == "messages"})
+    _check_replaced(document)
     fields = {key: document[key] for key in _FORWARDED if document.get(key) is not None}
     _check_numbers(fields)
     _check_shapes(fields)
@@ -132,6 +137,28 @@ def _parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise RequestError("The body must be a JSON object.")
     return document
+
+
+def _check_size(document: Mapping[str, Any]) -> None:
+    """Refuse what would keep the engine busy before it has read it; what is dropped does not matter."""
+    level: list[Any] = list(document.items())
+    # The document itself is the first.
+    for _ in range(_MAX_DEPTH - 1):
+        deeper = [(name, value) for name, value in level if isinstance(value, dict | list)]
+        level = []
+        for name, value in deeper:
+            if isinstance(value, dict) and len(value) > _MAX_KEYS:
+                raise InvalidValue(f"'{name}' holds an object of more than {_MAX_KEYS} keys.", param=name)
+            level += [(name, inner) for inner in (value.values() if isinstance(value, dict) else value)]
+    for name, value in level:
+        if isinstance(value, dict | list):
+            raise InvalidValue(f"'{name}' is nested more than {_MAX_DEPTH} deep.", param=name)
+
+
+def _check_replaced(document: Mapping[str, Any]) -> None:
+    for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
+        if document.get(old) is not None:
+            raise InvalidValue(f"'{old}' is not supported; use '{new}'.", param=old)
 
 
 def _model(document: Mapping[str, Any]) -> str:
@@ -190,7 +217,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InvalidValue(f"'{where}' must be an object.", param=where)
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise InvalidValue(f"'{where}.role' must be one of {', '.join(sorted(_ROLES))}.", param=f"{where}.role")
     _check_content(message, where)
     return message | {"role": "system"} if role == "developer" else message

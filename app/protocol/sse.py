@@ -24,10 +24,12 @@ class SSESplitter:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The events that ``chunk`` completes; raises EventTooLong."""
+        # What waits has been looked through; an ending may only straddle its last three bytes.
+        seen = max(0, len(self.pending) - 3)
         data = self.pending + chunk
         events = []
         start = 0
-        while (end := _event_end(data, start)) > 0:
+        while (end := _event_end(data, max(start, seen))) > 0:
             events.append(data[start:end])
             start = end
         self.pending = data[start:]

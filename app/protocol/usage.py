@@ -105,8 +105,10 @@ class UsageMeter:
 
     def feed(self, chunk: bytes) -> bytes:
         """What of ``chunk`` goes to the client now; raises EventTooLong."""
+        if self.error is not None or self.done:
+            return b""
         if not self._splitter.pending and chunk.endswith(b"\n\n") and not any(mark in chunk for mark in _MARKS):
-            self.events += chunk.count(b"\n\n")
+            self.events += chunk.count(b"}\n\n")
             return chunk
         return b"".join(self._inspect(event) for event in self._splitter.feed(chunk))
 
@@ -114,7 +116,7 @@ class UsageMeter:
         if self.error is not None or self.done:
             return b""
         if not any(mark in event for mark in _MARKS):
-            self.events += 1
+            self.events += event.startswith(b"data:")
             return event
         data = event_data(event)
         if data.strip() == b"[DONE]":
@@ -123,14 +125,13 @@ class UsageMeter:
                 return b""
             self.done = True
             return self._merged_usage() + event
-        return self._read(event, data)
-
-    def _read(self, event: bytes, data: bytes) -> bytes:
         try:
-            chunk = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            self.error = {"message": "the engine sent an event that is not JSON"}
+            return self._read(event, orjson.loads(data))
+        except (ValueError, TypeError, AttributeError):
+            self.error = {"message": "the engine sent an event that cannot be read"}
             return b""
+
+    def _read(self, event: bytes, chunk: Any) -> bytes:
         if not isinstance(chunk, dict):
             return event
         if chunk.get("error"):

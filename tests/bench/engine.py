@@ -138,8 +138,8 @@ def main(argv: Sequence[str]) -> int:
     """0 when both sides were measured and gave the same text."""
     environ = os.environ.get
     parser = argparse.ArgumentParser(prog="python -m tests.bench.engine", description=__doc__)
-    parser.add_argument("--engine", default=environ("LLAMA_GATEWAY_TEST_ENGINE", "embedded"), help="llama-server")
-    parser.add_argument("--model", type=Path, default=environ("LLAMA_GATEWAY_TEST_MODEL"), help="a GGUF file")
+    parser.add_argument("--engine", default=environ("GATEWAY_TEST_ENGINE", "embedded"), help="llama-server")
+    parser.add_argument("--model", type=Path, default=environ("GATEWAY_TEST_MODEL"), help="a GGUF file")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--gateway-command", default=f"{sys.executable} -m app serve --config {{config}}")

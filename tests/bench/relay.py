@@ -32,8 +32,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bursts", type=int, default=10, help="times that all streams start at once")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each participant; the table shows medians")
     parser.add_argument("--only", default=",".join(PARTICIPANTS), help="participants, with commas between")
-    parser.add_argument("--engine", type=Path, default=environ("LLAMA_GATEWAY_TEST_ENGINE"), help="native llama-server")
-    parser.add_argument("--model", type=Path, default=environ("LLAMA_GATEWAY_TEST_MODEL"), help="a GGUF file")
+    parser.add_argument("--engine", type=Path, default=environ("GATEWAY_TEST_ENGINE"), help="native llama-server")
+    parser.add_argument("--model", type=Path, default=environ("GATEWAY_TEST_MODEL"), help="a GGUF file")
     command = f"{sys.executable} -m app serve --config {{config}}"
     parser.add_argument("--gateway-command", default=command, help="with {config} where the file's path goes")
     parser.add_argument("--json", action="store_true", help="print all figures instead of the table")

@@ -38,6 +38,9 @@ class Document:
             tree = yaml.load(text, Loader=yaml.CSafeLoader)
         except yaml.YAMLError as error:
             raise ConfigError(f"{path}{_yaml_place(error)}: {_yaml_problem(error)}") from None
+        except ValueError as error:
+            # PyYAML lets Python's own complaint through for a date or number that only looks like one.
+            raise ConfigError(f"{path}: a value cannot be read ({str(error)[:200]}); put it in quotes.") from None
         if tree is None:
             return cls(name=str(path))
         if not isinstance(tree, dict):
@@ -45,9 +48,12 @@ class Document:
                 f"{path} must be a mapping of sections (server, models, keys …); see config.example.yaml."
             )
         lines: dict[tuple[str | int, ...], int] = {}
-        _index_lines(root, (), lines, path)
-        document = cls(name=str(path), tree=tree, lines=lines)
-        return cls(name=document.name, tree=_expand(tree, (), document), lines=lines)
+        try:
+            _index_lines(root, (), lines, path)
+            document = cls(name=str(path), tree=tree, lines=lines)
+            return cls(name=document.name, tree=_expand(tree, (), document), lines=lines)
+        except RecursionError:
+            raise ConfigError(f"{path}: a value contains itself; write it out instead of using an alias (*).") from None
 
     def place(self, key: Sequence[str | int]) -> str:
         """``file:line: key`` of the nearest place that the file has."""
@@ -69,7 +75,7 @@ def _yaml_place(error: yaml.YAMLError) -> str:
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
     problem = str(getattr(error, "problem", None) or "this is not YAML")
-    if "escape" in problem:
+    if "escape" in problem or "hexdecimal" in problem:
         return f"{problem}; write Windows paths in single quotes, where a backslash is a backslash."
     return f"{problem}; compare with config.example.yaml."
 

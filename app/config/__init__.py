@@ -1,0 +1,32 @@
+"""Frozen settings: what the operator wants, in the operator's units; unknown keys are refused.
+
+A value comes from the environment (``LLAMA_GATEWAY_SERVER__PORT``), else from the YAML file, else from the defaults.
+Every message names file, line, key and cure.
+"""
+
+from app.config.catalog import ModelCatalog, ModelConfig
+from app.config.load import load_settings
+from app.config.settings import (
+    Defaults,
+    EngineConfig,
+    FixedOffload,
+    KeyConfig,
+    MemoryConfig,
+    ModelEntry,
+    ServerConfig,
+    Settings,
+)
+
+__all__ = [
+    "Defaults",
+    "EngineConfig",
+    "FixedOffload",
+    "KeyConfig",
+    "MemoryConfig",
+    "ModelCatalog",
+    "ModelConfig",
+    "ModelEntry",
+    "ServerConfig",
+    "Settings",
+    "load_settings",
+]

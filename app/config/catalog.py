@@ -1,0 +1,80 @@
+"""Names and aliases → model, with every default filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.config.settings import Defaults, FixedOffload, KVCache, ModelEntry, OnOverflow, Settings
+from app.errors import ModelNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One model with every default filled in.
+
+    ``context`` is what each request may use, in tokens; None leaves it to the smaller of ``default_context`` and the
+    context that the model was trained for.
+    """
+
+    id: str
+    path: Path
+    aliases: tuple[str, ...]
+    context: int | None
+    default_context: int
+    parallel: int
+    max_tokens: int
+    on_overflow: OnOverflow
+    max_queue: int
+    kv_cache: KVCache
+    gpu_layers: int | None
+    cpu_moe_layers: int | None
+    require_gpu: bool
+    extra_args: tuple[str, ...]
+
+
+class ModelCatalog:
+    """Names and aliases → model."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._models = {name: _complete(name, entry, settings.defaults) for name, entry in settings.models.items()}
+        self._names = {name: name for name in self._models}
+        for model in self._models.values():
+            self._names |= dict.fromkeys(model.aliases, model.id)
+
+    def __iter__(self) -> Iterator[ModelConfig]:
+        return iter(self._models.values())
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def resolve(self, name: str) -> ModelConfig:
+        """The model of this name or alias; raises ModelNotFound."""
+        try:
+            return self._models[self._names[name]]
+        except KeyError:
+            raise ModelNotFound(
+                f"The model {name[:200]!r} does not exist; this gateway has: {', '.join(self._models) or 'none'}.",
+                param="model",
+            ) from None
+
+
+def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
+    fixed = entry.offload or FixedOffload.model_construct()
+    return ModelConfig(
+        id=name,
+        path=entry.path,
+        aliases=entry.aliases,
+        context=entry.context,
+        default_context=defaults.context,
+        parallel=entry.parallel or defaults.parallel,
+        max_tokens=entry.max_tokens or defaults.max_tokens,
+        on_overflow=entry.on_overflow or defaults.on_overflow,
+        max_queue=defaults.max_queue if entry.max_queue is None else entry.max_queue,
+        kv_cache=entry.kv_cache,
+        gpu_layers=fixed.gpu_layers,
+        cpu_moe_layers=fixed.cpu_moe_layers,
+        require_gpu=entry.require_gpu,
+        extra_args=entry.extra_args,
+    )

@@ -1,0 +1,124 @@
+"""YAML file and environment → Settings, or every reason why not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from app.config.document import Document
+from app.config.explain import explain, nearest
+from app.config.settings import Settings
+from app.errors import ConfigError
+
+
+def load_settings(path: Path | None = None, *, model: Path | None = None) -> Settings:
+    """Settings from a YAML file, from a single model file, or from both; raises ConfigError.
+
+    With ``model`` alone the model's file name (without .gguf) becomes its public name and runtime files go to the
+    user's state folder.
+    """
+    document = Document.read(path) if path is not None else Document(name="the command line")
+    tree = dict(document.tree)
+    if model is not None:
+        tree["models"] = dict(tree.get("models") or {}) | {model.name.removesuffix(".gguf"): {"path": str(model)}}
+    _refuse_unknown_sections(tree, document)
+    _refuse_unknown_variables()
+    try:
+        settings = Settings(**tree)
+    except ValidationError as error:
+        raise ConfigError(explain(error, document)) from None
+    except SettingsError as error:
+        raise ConfigError(f"The environment (LLAMA_GATEWAY_…): {error}; write JSON, or one variable per key.") from None
+    base = path.absolute().parent if path is not None else Path.cwd()
+    settings = _with_absolute_paths(settings, base=base, state=None if path is not None else _user_state_dir())
+    _refuse_contradictions(settings, document)
+    return settings
+
+
+def _refuse_unknown_sections(tree: Mapping[str, Any], document: Document) -> None:
+    """Before pydantic sees them: BaseSettings takes names with an underscore for its own options."""
+    unknown = [key for key in tree if key not in Settings.model_fields]
+    if unknown:
+        raise ConfigError(
+            "\n".join(f"{document.place((key,))}: this key is unknown{nearest((key,))}" for key in unknown)
+        )
+
+
+def _refuse_unknown_variables() -> None:
+    for variable in os.environ:
+        section = variable.upper().removeprefix("LLAMA_GATEWAY_").partition("__")[0].lower()
+        if variable.upper().startswith("LLAMA_GATEWAY_") and section not in Settings.model_fields:
+            raise ConfigError(f"the environment variable {variable}: this key is unknown{nearest((section,))}")
+
+
+def _user_state_dir() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "llama-gateway"
+
+
+def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) -> Settings:
+    def absolute(path: Path) -> Path:
+        try:
+            return base / path.expanduser()
+        except RuntimeError:
+            # "~name" of a user that does not exist: then it is an ordinary file name.
+            return base / path
+
+    models = {name: entry.model_copy(update={"path": absolute(entry.path)}) for name, entry in settings.models.items()}
+    binary = settings.engine.binary
+    if "/" in binary or "\\" in binary:
+        binary = str(absolute(Path(binary)))
+    return settings.model_copy(
+        update={
+            "models": models,
+            "engine": settings.engine.model_copy(update={"binary": binary}),
+            "state_dir": absolute(settings.state_dir) if state is None else state,
+        }
+    )
+
+
+def _refuse_contradictions(settings: Settings, document: Document) -> None:
+    problems = [*_missing_files(settings, document), *_names_given_twice(settings, document)]
+    problems += _keys_to_nowhere(settings, document)
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _missing_files(settings: Settings, document: Document) -> Iterator[str]:
+    for name, entry in settings.models.items():
+        if not _is_file(entry.path):
+            place = document.place(("models", name, "path"))
+            yield f"{place}: there is no file {entry.path}; correct the path or fetch the model first."
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        # A name that is too long, a folder that may not be entered.
+        return False
+
+
+def _names_given_twice(settings: Settings, document: Document) -> Iterator[str]:
+    owner = {name: name for name in settings.models}
+    for name, entry in settings.models.items():
+        for alias in entry.aliases:
+            if owner.setdefault(alias, name) != name or alias in settings.models:
+                place = document.place(("models", name, "aliases"))
+                yield f"{place}: the alias {alias!r} already names {owner[alias]!r}; give each name to one model only."
+
+
+def _keys_to_nowhere(settings: Settings, document: Document) -> Iterator[str]:
+    for index, key in enumerate(settings.keys):
+        for name in key.models:
+            if name != "*" and name not in settings.models:
+                place = document.place(("keys", index, "models"))
+                yield f"{place}: the key {key.name!r} names the model {name!r}, which is not configured."
+    names = [key.name for key in settings.keys]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield f"{document.place(('keys', index, 'name'))}: the key name {name!r} is given twice."

@@ -1,0 +1,169 @@
+"""The sections of the configuration: frozen values, unknown keys refused, every limit stated."""
+
+from __future__ import annotations
+
+import re
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+_KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+
+OnOverflow = Literal["reject", "clamp"]
+KVCache = Literal["auto", "f16", "q8_0", "q4_0"]
+
+
+def _no_truth_value(value: object) -> object:
+    # YAML reads yes, no, on and off as truth values, and pydantic those as 1 and 0.
+    if isinstance(value, bool):
+        raise ValueError("must be a number")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_truth_value)]
+Tokens = Annotated[Integer, Field(ge=1, le=1 << 30)]
+
+
+def _at_most_the_address_space(size: ByteSize) -> ByteSize:
+    if size >= 1 << 63:
+        raise ValueError("is larger than any machine")
+    return size
+
+
+Size = Annotated[ByteSize, AfterValidator(_at_most_the_address_space)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ServerConfig(_Section):
+    """Where and how the gateway listens."""
+
+    host: str = "127.0.0.1"
+    port: Integer = Field(default=8080, ge=0, le=65535)
+    max_body: Size = ByteSize(16 << 20)
+    drain_seconds: float = Field(default=30, ge=0, le=3600)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the address."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+class EngineConfig(_Section):
+    """Which llama-server runs the models: ``auto``, ``embedded``, or a path."""
+
+    binary: str = Field(default="auto", min_length=1)
+
+
+class MemoryConfig(_Section):
+    """What the planner leaves free."""
+
+    vram_reserve: Size = ByteSize(512 << 20)
+    ram_reserve: Size = ByteSize(2 << 30)
+
+
+class Defaults(_Section):
+    """What a model uses that does not say otherwise."""
+
+    context: Tokens = 8192
+    parallel: Integer = Field(default=1, ge=1, le=64)
+    max_tokens: Tokens = 4096
+    on_overflow: OnOverflow = "reject"
+    max_queue: Integer = Field(default=64, ge=0, le=100_000)
+
+
+class FixedOffload(_Section):
+    """A placement by hand: then exactly that, or an error."""
+
+    gpu_layers: Integer | None = Field(default=None, ge=0, le=10_000)
+    cpu_moe_layers: Integer | None = Field(default=None, ge=0, le=10_000)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> FixedOffload:
+        if self.gpu_layers is None and self.cpu_moe_layers is None:
+            raise ValueError("needs gpu_layers or cpu_moe_layers; for the computed placement write: offload: auto")
+        return self
+
+
+def _auto_is_none(value: object) -> object:
+    if isinstance(value, str):
+        if value != "auto":
+            raise ValueError("must be auto, {gpu_layers: N} or {cpu_moe_layers: N}")
+        return None
+    return value
+
+
+class ModelEntry(_Section):
+    """One model of the file, as written there."""
+
+    path: Path
+    aliases: tuple[str, ...] = ()
+    context: Tokens | None = None
+    parallel: Integer | None = Field(default=None, ge=1, le=64)
+    max_tokens: Tokens | None = None
+    on_overflow: OnOverflow | None = None
+    max_queue: Integer | None = Field(default=None, ge=0, le=100_000)
+    kv_cache: KVCache = "auto"
+    offload: Annotated[FixedOffload | None, BeforeValidator(_auto_is_none)] = None
+    require_gpu: bool = False
+    extra_args: tuple[str, ...] = ()
+
+
+class KeyConfig(_Section):
+    """One API key: its hash only, and the models that it may use."""
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.@-]+$")
+    hash: str
+    models: tuple[str, ...] = ("*",)
+
+    @model_validator(mode="after")
+    def _hash_is_a_hash(self) -> KeyConfig:
+        if not _KEY_HASH.fullmatch(self.hash):
+            raise ValueError(
+                "hash must be 'sha256:' and 64 hexadecimal digits; `llama-gateway keys new NAME` prints such a line"
+            )
+        return self
+
+
+class Settings(BaseSettings):
+    """The whole configuration; relative paths are already resolved against the file's folder."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="LLAMA_GATEWAY_", env_nested_delimiter="__", protected_namespaces=()
+    )
+
+    server: ServerConfig = ServerConfig()
+    engine: EngineConfig = EngineConfig()
+    memory: MemoryConfig = MemoryConfig()
+    defaults: Defaults = Defaults()
+    models: dict[str, ModelEntry] = {}
+    keys: tuple[KeyConfig, ...] = ()
+    state_dir: Path = Path("state")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment wins over the file, whose content arrives as ``init_settings``."""
+        return env_settings, init_settings
+
+    def listening_on(self, *, host: str | None, port: int | None) -> Settings:
+        """The same settings with the address given on the command line."""
+        changes = {"host": host, "port": port}
+        given = {key: value for key, value in changes.items() if value is not None}
+        return self.model_copy(update={"server": self.server.model_copy(update=given)})
