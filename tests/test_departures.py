@@ -126,8 +126,10 @@ async def test_two_hundred_departures_leak_nothing(served: InProcess) -> None:
     assert psutil.Process().num_fds() <= files + 2
     assert served.gateway.scheduler.in_flight(MODEL_ID) == 0
     assert served.gateway.scheduler.waiting(MODEL_ID) == 0
-    await asyncio.sleep(IDLE_SECONDS)
-    assert await served.backend.busy_slots() == 0
+    # The engine still works off what the storm left in its own queue; each question is far from the next.
+    async with asyncio.timeout(30):
+        while await served.backend.busy_slots():
+            await asyncio.sleep(IDLE_SECONDS)
 
 
 async def leases_become_any(served: InProcess) -> None:
