@@ -127,6 +127,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                # The address of a client decides nothing here, so no header may claim one.
+                proxy_headers=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=round(server.drain_seconds),
             )
