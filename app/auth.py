@@ -16,10 +16,15 @@ _EVERY_MODEL = "*"
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Who asks, and which models (public names) they may use."""
+    """Who asks, which models (public names) they may use, and whether they may manage the gateway.
+
+    ``comments`` says whether silent streams get keep-alive comments; some clients cannot read them.
+    """
 
     name: str
     models: frozenset[str]
+    admin: bool = False
+    comments: bool = True
 
     def allows(self, model_id: str) -> bool:
         """Whether the key may use this model."""
@@ -42,9 +47,7 @@ class Authenticator:
     """Finds the key of a request; with no keys configured everybody is ANONYMOUS."""
 
     def __init__(self, keys: Sequence[KeyConfig]) -> None:
-        self._keys = tuple(
-            (bytes.fromhex(key.hash.removeprefix("sha256:")), ApiKey(key.name, frozenset(key.models))) for key in keys
-        )
+        self._keys = tuple((bytes.fromhex(key.hash.removeprefix("sha256:")), _api_key(key)) for key in keys)
 
     def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> ApiKey:
         """The key of the ``Authorization: Bearer`` or ``x-api-key`` header; raises InvalidApiKey."""
@@ -65,6 +68,10 @@ class Authenticator:
             if hmac.compare_digest(known, digest):
                 found = key
         return found
+
+
+def _api_key(key: KeyConfig) -> ApiKey:
+    return ApiKey(key.name, frozenset(key.models), key.admin, key.comments)
 
 
 def _token(name: bytes, value: bytes) -> bytes | None:

@@ -6,6 +6,7 @@ GatewayError                      500 server_error
 │   ├── ContextLengthExceeded     400 context_length_exceeded, both numbers
 │   ├── InvalidApiKey             401 invalid_api_key
 │   ├── ModelNotAllowed           403 model_not_allowed
+│   ├── NotAdmin                  403 admin_required
 │   ├── ModelNotFound             404 model_not_found
 │   ├── UnknownRoute              404 unknown_url
 │   ├── MethodNotAllowed          405 method_not_allowed
@@ -19,6 +20,7 @@ GatewayError                      500 server_error
 │   ├── Draining                  503 server_is_stopping
 │   └── CountingTimedOut          503 server_is_overloaded
 ├── UpstreamFailed                502 upstream_failed: the engine died or broke off
+│   └── EngineGone                502 upstream_failed: its connection ended; what had not begun may be sent again
 ├── UpstreamTimeout               504 upstream_timeout
 └── SetupError                    exit code 2: the operator can mend it
     ├── ConfigError               names file, line, key and cure
@@ -134,6 +136,14 @@ class ModelNotAllowed(RequestError):
     code = "model_not_allowed"
 
 
+class NotAdmin(RequestError):
+    """The key may ask models, but not manage them."""
+
+    status = 403
+    type = "permission_error"
+    code = "admin_required"
+
+
 class ModelNotFound(RequestError):
     """No model has this name."""
 
@@ -237,6 +247,10 @@ class UpstreamFailed(GatewayError):
     def headers(self) -> dict[str, str]:
         """A generation that began is not safe to repeat unseen."""
         return super().headers() | ({"x-should-retry": "false"} if self._streamed else {})
+
+
+class EngineGone(UpstreamFailed):
+    """The connection to the engine ended; an answer that had not begun can be had from its successor."""
 
 
 class UpstreamTimeout(GatewayError):

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
-import psutil
 import uvicorn
 from fastapi import FastAPI
 
 from app.api import Gateway, install_fault_handlers, router
+from app.api.gateway import ReadSettings, refuse_open_door
 from app.api.request_id import RequestIdMiddleware
 from app.auth import Authenticator
 from app.config import ModelCatalog, Settings
 from app.engine.binary import EngineBinary, find_engine
-from app.errors import AddressInUse, ConfigError, StorageError
+from app.errors import AddressInUse, GatewayError
+from app.http_server import GatewayProtocol
+from app.instance import open_instance
 from app.metrics import Metrics
 from app.proxy import Proxy
 from app.sampler import sample_forever
 from app.scheduler import Scheduler
+from app.service import ServiceManager
 from app.supervisor import Supervisor
 
 if sys.platform != "win32":
@@ -36,8 +35,9 @@ if sys.platform != "win32":
 
 _log = logging.getLogger(__name__)
 
-# sun_path holds 107 bytes and a socket's file name takes 14 with its slash.
-_LONGEST_RUN_DIR = 107 - 14
+# What is left to send when all answers have ended or were broken off.
+_LAST_BYTES_SECONDS = 2
+_ENGINES_STOP_SECONDS = 20.0
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -58,37 +58,45 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 
 @asynccontextmanager
-async def open_gateway(settings: Settings, engine: EngineBinary) -> AsyncIterator[Gateway]:
+async def open_gateway(
+    settings: Settings, engine: EngineBinary, *, read_settings: ReadSettings | None = None
+) -> AsyncIterator[Gateway]:
     """The parts of a gateway, built bottom-up; leaving stops every engine and removes the run folder.
 
-    Raises ModelFileError for a model that cannot be read and StorageError for a state folder that cannot be written.
+    Raises ModelFileError for a model that cannot be read and StorageError for a state folder that cannot be written or
+    that another gateway uses. ``read_settings`` is what a reload reads.
     """
     catalog, metrics = ModelCatalog(settings), Metrics()
-    run_dir = _make_run_dir(settings.state_dir)
-    try:
-        supervisor = Supervisor(catalog, engine=engine, memory=settings.memory, run_dir=run_dir, metrics=metrics)
+    with open_instance(settings.state_dir) as instance:
+        supervisor = Supervisor(
+            catalog,
+            engine=engine,
+            memory=settings.memory,
+            run_dir=instance.run_dir,
+            metrics=metrics,
+            load_wait_seconds=settings.server.load_wait,
+            records=instance.records,
+            instance=instance.name,
+        )
         scheduler = Scheduler(metrics)
         proxy = Proxy(catalog=catalog, supervisor=supervisor, scheduler=scheduler, metrics=metrics)
         authenticator = Authenticator(settings.keys)
         sampler = asyncio.create_task(sample_forever(metrics, supervisor), name="sampler")
         try:
-            yield Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, proxy)
+            supervisor.start()
+            gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, proxy)
+            gateway.read_settings = read_settings
+            yield gateway
         finally:
             sampler.cancel()
             await asyncio.gather(sampler, return_exceptions=True)
             await supervisor.close()
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def bind(settings: Settings) -> socket.socket:
     """A listening socket; raises ConfigError for an open door and AddressInUse for a taken port."""
     host, port = settings.server.host, settings.server.port
-    if not settings.server.is_loopback and not settings.keys:
-        raise ConfigError(
-            f"Listening on {host} would let everybody on the network use this gateway, since no keys are configured; "
-            "run `llama-gateway keys new NAME` and add the printed line, or listen on 127.0.0.1."
-        )
+    refuse_open_door(settings)
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -115,13 +123,12 @@ class StopRequest:
 class Server(uvicorn.Server):
     """uvicorn for one gateway; ``started_event`` is set once it accepts requests."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        server = gateway.settings.server
+    def __init__(self, gateway: Gateway, service: ServiceManager | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(gateway),
                 # Never h11: it accepts requests with both Content-Length and Transfer-Encoding.
-                http="httptools",
+                http=GatewayProtocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -130,10 +137,12 @@ class Server(uvicorn.Server):
                 # The address of a client decides nothing here, so no header may claim one.
                 proxy_headers=False,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=round(server.drain_seconds),
+                # Answers have ended by then: the draining is ours.
+                timeout_graceful_shutdown=_LAST_BYTES_SECONDS,
             )
         )
         self._gateway = gateway
+        self._service = service or ServiceManager({})
         self.started_event = asyncio.Event()
 
     async def serve_until(self, stop: StopRequest, listener: socket.socket) -> None:
@@ -157,9 +166,20 @@ class Server(uvicorn.Server):
         yield
 
     async def _drain(self, stop: StopRequest) -> None:
+        """Refuse what is new while still listening (``/readyz`` says so), let open answers end, then leave."""
         await stop.asked.wait()
         self._gateway.is_draining = True
-        self.should_exit = True
+        seconds = self._gateway.settings.server.drain_seconds
+        self._service.stopping(within_seconds=seconds + _ENGINES_STOP_SECONDS)
+        drain = asyncio.create_task(self._gateway.proxy.drain(seconds))
+        insisted = asyncio.create_task(stop.insisted.wait())
+        try:
+            await asyncio.wait([drain, insisted], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            drain.cancel()
+            insisted.cancel()
+            await asyncio.gather(drain, insisted, return_exceptions=True)
+            self.should_exit = True
 
     async def _hurry(self, stop: StopRequest) -> None:
         await stop.insisted.wait()
@@ -184,32 +204,54 @@ async def _with_signals(main: Callable[[StopRequest], Coroutine[Any, Any, None]]
     await main(stop)
 
 
-async def serve(settings: Settings, stop: StopRequest) -> None:
-    """Serve until asked to stop; raises SetupError for what the operator has to mend."""
+async def serve(settings: Settings, stop: StopRequest, *, read_settings: ReadSettings | None = None) -> None:
+    """Serve until asked to stop; raises SetupError for what the operator has to mend.
+
+    SIGHUP reads the configuration again with ``read_settings``; without one it stops the gateway, as a terminal that
+    closes means it.
+    """
+    service = ServiceManager()
     with bind(settings) as listener:
         engine = await asyncio.to_thread(find_engine, settings.engine.binary)
         _log.info("engine: %s", engine.because)
-        async with open_gateway(settings, engine) as gateway:
+        async with open_gateway(settings, engine, read_settings=read_settings) as gateway:
             host, port = listener.getsockname()[:2]
             names = ", ".join(model.id for model in gateway.catalog)
+            server = Server(gateway, service)
+            helpers = [
+                asyncio.create_task(service.feed_watchdog(), name="watchdog"),
+                asyncio.create_task(_reload_when_asked(gateway, service, stop), name="reload"),
+                asyncio.create_task(_say_ready(server, service, f"serving {names}"), name="ready"),
+            ]
             _log.info("serving %s on http://%s:%d/v1", names, f"[{host}]" if ":" in host else host, port)
-            await Server(gateway).serve_until(stop, listener)
+            try:
+                await server.serve_until(stop, listener)
+            finally:
+                for helper in helpers:
+                    helper.cancel()
+                await asyncio.gather(*helpers, return_exceptions=True)
 
 
-def _make_run_dir(state_dir: Path) -> Path:
-    """A private folder for this process's sockets; folders of processes that are gone are removed first."""
-    run_dir = state_dir / "run" / str(os.getpid())
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left_behind in run_dir.parent.iterdir():
-            if left_behind.name.isdecimal() and not psutil.pid_exists(int(left_behind.name)):
-                shutil.rmtree(left_behind, ignore_errors=True)
-        if len(os.fsencode(run_dir)) > _LONGEST_RUN_DIR:
-            return Path(tempfile.mkdtemp(prefix="llama-gateway-"))
-        with suppress(FileExistsError):
-            run_dir.mkdir(mode=0o700)
-    except OSError as error:
-        raise StorageError(
-            f"Cannot write to {state_dir} ({error.strerror}); set state_dir to a folder that this user may write."
-        ) from None
-    return run_dir
+async def _say_ready(server: Server, service: ServiceManager, status: str) -> None:
+    await server.started_event.wait()
+    service.ready(status)
+
+
+async def _reload_when_asked(gateway: Gateway, service: ServiceManager, stop: StopRequest) -> None:
+    """One reload per SIGHUP; several that come during one are one more."""
+    hangup = asyncio.Event()
+    with suppress(AttributeError, NotImplementedError):
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, stop.ask if gateway.read_settings is None else hangup.set)
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        service.reloading()
+        try:
+            _log.info("reloaded: %s", (await gateway.reload()).summary())
+        except GatewayError as error:
+            _log.error("the configuration is not used, the old one stays in force: %s", error)
+        except Exception:
+            # Whatever it was, the next reload must be heard.
+            _log.exception("the reload failed unexpectedly")
+        service.ready("serving " + ", ".join(model.id for model in gateway.catalog))

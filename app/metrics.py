@@ -69,6 +69,7 @@ class Metrics:
         self.engine_restarts = self._counter(
             "engine_restarts", "Engines started again after they died.", ("model", "cause")
         )
+        self.evictions = self._counter("evictions", "Models stopped to make room for another.", ("model",))
         self.engine_resident = self._gauge("engine_resident_bytes", "Resident memory of the engine.", ("model",))
         self.offloaded_layers = self._gauge(
             "offloaded_layers", "Layers on a device, as planned and as the engine reports.", ("model", "kind")
@@ -84,6 +85,21 @@ class Metrics:
         self.device_memory = self._gauge("device_memory_bytes", "Memory of a device.", ("device", "kind"))
         self.ram = self._gauge("ram_bytes", "RAM within the limits of this process.", ("kind",))
 
+    def forget_memory(self, model: str) -> None:
+        """A model that is not loaded holds nothing."""
+        for gauge in (self.planned_memory, self.measured_memory, self.offloaded_layers):
+            _remove(gauge, model)
+
+    def forget_model(self, model: str) -> None:
+        """A model that is no longer configured has no state."""
+        self.forget_memory(model)
+        for gauge in (self.model_state, self.engine_resident, self.slots, self.queue_depth):
+            _remove(gauge, model)
+
     def expose(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def _remove(gauge: Gauge, model: str) -> None:
+    gauge.remove_by_labels({"model": model})

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
 from app.auth import ApiKey
-from app.backends import Reply
+from app.backends import Backend, Reply
 from app.backends.faults import fault_of
 from app.config import ModelCatalog, ModelConfig
-from app.errors import ContextLengthExceeded, GatewayError, UpstreamFailed
+from app.errors import ContextLengthExceeded, Draining, EngineGone, GatewayError, UpstreamFailed
 from app.metrics import Metrics
+from app.outlet import Headers, Outlet
 from app.protocol import ChatAnswer, ChatRequest, EventTooLong, Usage, UsageMeter
 from app.scheduler import Scheduler
 from app.supervisor import Supervisor
 from app.tokens import Admission
+
+_T = TypeVar("_T")
+
+_TELL_SECONDS = 1.0
 
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -27,6 +33,12 @@ _EVENT_STREAM = [
     # nginx would otherwise collect the stream before it passes it on.
     (b"x-accel-buffering", b"no"),
 ]
+
+
+# How often a silent stream gets a sign of life; proxies and clients on the way give up after 30 s at the earliest.
+_PULSE_SECONDS = 15.0
+# How long a client may leave what it was sent unread.
+_STALL_SECONDS = 60.0
 
 
 class Proxy:
@@ -39,9 +51,43 @@ class Proxy:
         self.supervisor = supervisor
         self.scheduler = scheduler
         self.metrics = metrics
+        self.pulse_seconds = _PULSE_SECONDS
+        self.stall_seconds = _STALL_SECONDS
+        self._exchanges: set[ExchangeResponse] = set()
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new exchanges, let the open ones end, and after ``seconds`` end them with an error."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            for exchange in tuple(self._exchanges):
+                exchange.cut(Draining("The gateway is stopping; the answer was broken off.", retry_after_seconds=5))
+            # A client that does not read cannot be told.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TELL_SECONDS):
+                    await self._idle.wait()
+
+    @contextmanager
+    def tracked(self, exchange: ExchangeResponse) -> Iterator[None]:
+        """Count an exchange as open until the block ends."""
+        self._exchanges.add(exchange)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                self._idle.set()
 
     def chat(self, request: ChatRequest, key: ApiKey) -> ExchangeResponse:
-        """The response to a chat request; raises ModelNotFound or ModelNotAllowed."""
+        """The response to a chat request; raises ModelNotFound, ModelNotAllowed or Draining."""
+        if self._is_draining:
+            raise Draining("The gateway is stopping; try again.", retry_after_seconds=5)
         model = self.catalog.resolve(request.model)
         key.require(model.id)
         return ExchangeResponse(self, request, model=model, key=key)
@@ -55,16 +101,34 @@ class ExchangeResponse:
         self._request = request
         self._model = model
         self._key = key
-        self._meter = UsageMeter(keep_usage=request.include_usage, choices=request.choices)
+        self._meter = self._new_meter()
+        self._backend: Backend | None = None
         self._arrived = time.monotonic()
         self._first_byte: float | None = None
+        self._admission: Admission | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._cut_by: GatewayError | None = None
+
+    def cut(self, error: GatewayError) -> None:
+        """Break the exchange off; the client is told ``error``."""
+        if self._task is not None and self._cut_by is None:
+            self._cut_by = error
+            self._task.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Race the exchange against the client's leaving; who leaves takes the exchange down with it."""
-        exchange = asyncio.create_task(self._run(send))
+        with self._proxy.tracked(self):
+            await self._race(receive, Outlet(send))
+
+    async def _race(self, receive: Receive, outlet: Outlet) -> None:
+        exchange = self._task = asyncio.create_task(self._run(outlet))
         gone = asyncio.create_task(_client_gone(receive))
         try:
-            await asyncio.wait((exchange, gone), return_when=asyncio.FIRST_COMPLETED)
+            while not await _any_done(exchange, gone, seconds=self._proxy.pulse_seconds):
+                if outlet.stalled_seconds() > self._proxy.stall_seconds:
+                    # A client that does not read is as good as gone, but for the memory and the slot it holds.
+                    break
+                await self._keep_alive(outlet)
         finally:
             # The loop hands out CancelledError where each of them waits; both are awaited, so nothing outlives us.
             for task in (exchange, gone):
@@ -73,50 +137,93 @@ class ExchangeResponse:
         if not exchange.cancelled():
             exchange.result()
 
-    async def _run(self, send: Send) -> None:
+    async def _keep_alive(self, outlet: Outlet) -> None:
+        """A sign of life while a stream has nothing to say: in the queue, while a model loads, in prefill."""
+        if self._request.stream and self._key.comments and self._first_byte is None:
+            await outlet.keep_alive(self._stream_headers())
+
+    async def _run(self, outlet: Outlet) -> None:
         outcome = "client_gone"
         try:
-            await self._exchange(send)
+            await self._uncut(outlet)
             outcome = "ok"
         except GatewayError as error:
             outcome = "rejected" if error.status < 500 else "failed"
             if isinstance(error, ContextLengthExceeded):
                 self._proxy.metrics.context_overflow.labels(self._model.id).inc()
-            if self._first_byte is None:
+            if not outlet.begun:
                 raise
             # The status is sent: say it in the stream, then let the server break the connection off.
-            await send(_body(b"data: " + orjson.dumps(error.body()) + b"\n\n"))
+            await outlet.write(b"data: " + orjson.dumps(error.body()) + b"\n\n")
         finally:
             self._account(outcome)
 
-    async def _exchange(self, send: Send) -> None:
-        request, model, proxy = self._request, self._model, self._proxy
-        backend = await proxy.supervisor.ready(model)
-        admission = await backend.counter.admit(
-            request, default_max_tokens=model.max_tokens, clamp=model.on_overflow == "clamp"
-        )
-        async with proxy.scheduler.lease(
-            model.id, key=self._key.name, capacity=backend.slots, max_queue=model.max_queue, slots=request.choices
-        ):
-            # While we waited for the slot the engine may have died and been replaced.
-            backend = await proxy.supervisor.ready(model)
-            async with backend.open(request.engine_body(max_tokens=admission.max_tokens)) as reply:
-                if request.stream:
-                    await self._relay(reply, admission, send)
-                else:
-                    await self._aggregate(reply, admission, send)
+    async def _uncut(self, outlet: Outlet) -> None:
+        try:
+            await self._exchange(outlet)
+        except asyncio.CancelledError:
+            if self._cut_by is None:
+                raise
+            raise self._cut_by from None
 
-    async def _relay(self, reply: Reply, admission: Admission, send: Send) -> None:
+    async def _exchange(self, outlet: Outlet) -> None:
+        request, model, proxy = self._request, self._model, self._proxy
+        admission, slots = await self._once_more(self._count)
+        # In the queue the model is not in use: another one's turn may come between.
+        async with proxy.scheduler.lease(
+            model.id, key=self._key.name, capacity=slots, max_queue=model.max_queue, slots=request.choices
+        ):
+            await self._once_more(lambda: self._answer(admission, outlet))
+
+    async def _once_more(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Do it, and again with the next engine when this one ended before anything of the answer had come."""
+        try:
+            return await work()
+        except EngineGone:
+            if self._has_begun:
+                raise
+        await self._proxy.supervisor.replaced(self._model, self._backend)
+        self._meter = self._new_meter()
+        return await work()
+
+    async def _count(self) -> tuple[Admission, int]:
+        """What the prompt takes, and how many slots there are."""
+        async with self._proxy.supervisor.use(self._model) as backend:
+            self._backend = backend
+            self._admission = await backend.counter.admit(
+                self._request, default_max_tokens=self._model.max_tokens, clamp=self._model.on_overflow == "clamp"
+            )
+            return self._admission, backend.slots
+
+    async def _answer(self, admission: Admission, outlet: Outlet) -> None:
+        body = self._request.engine_body(max_tokens=admission.max_tokens)
+        async with self._proxy.supervisor.use(self._model) as backend:
+            self._backend = backend
+            async with backend.open(body) as reply:
+                if self._request.stream:
+                    await self._relay(reply, outlet)
+                else:
+                    await self._aggregate(reply, outlet)
+
+    def _new_meter(self) -> UsageMeter:
+        return UsageMeter(keep_usage=self._request.include_usage, choices=self._request.choices)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether anything of the answer has come: then it is not asked for again."""
+        return self._first_byte is not None or self._meter.events > 0
+
+    async def _relay(self, reply: Reply, outlet: Outlet) -> None:
         async for chunk in reply.chunks():
             if body := self._feed(chunk):
                 if self._first_byte is None:
                     self._first_byte = time.monotonic()
-                    await send(_start(200, _EVENT_STREAM + _context_headers(admission)))
-                await send(_body(body))
+                    await outlet.begin(self._stream_headers())
+                await outlet.write(body)
         self._require_complete()
-        await send(_body(b"", more=False))
+        await outlet.write(b"", more=False)
 
-    async def _aggregate(self, reply: Reply, admission: Admission, send: Send) -> None:
+    async def _aggregate(self, reply: Reply, outlet: Outlet) -> None:
         answer = ChatAnswer()
         first_byte: float | None = None
         async for chunk in reply.chunks():
@@ -127,8 +234,15 @@ class ExchangeResponse:
         self._first_byte = first_byte
         body = answer.body(self._meter.usage or Usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send(_start(200, headers + _context_headers(admission)))
-        await send(_body(body, more=False))
+        await outlet.begin(headers + self._context_headers())
+        await outlet.write(body, more=False)
+
+    def _stream_headers(self) -> Headers:
+        return _EVENT_STREAM + self._context_headers()
+
+    def _context_headers(self) -> Headers:
+        """What is known of the context; nothing while the model still loads."""
+        return [] if self._admission is None else _context_headers(self._admission)
 
     def _feed(self, chunk: bytes) -> bytes:
         try:
@@ -141,7 +255,7 @@ class ExchangeResponse:
         if self._meter.error is not None:
             raise fault_of(500, self._meter.error, streamed=True)
         if not self._meter.complete:
-            raise UpstreamFailed("The engine ended in the middle of the answer; send the request again.", streamed=True)
+            raise EngineGone("The engine ended in the middle of the answer; send the request again.", streamed=True)
 
     def _account(self, outcome: str) -> None:
         metrics, meter, model_id, key = self._proxy.metrics, self._meter, self._model.id, self._key.name
@@ -184,15 +298,12 @@ async def _client_gone(receive: Receive) -> None:
         pass
 
 
-def _start(status: int, headers: list[tuple[bytes, bytes]]) -> MutableMapping[str, Any]:
-    return {"type": "http.response.start", "status": status, "headers": headers}
+async def _any_done(*tasks: asyncio.Task[None], seconds: float) -> bool:
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
 
 
-def _body(body: bytes, *, more: bool = True) -> MutableMapping[str, Any]:
-    return {"type": "http.response.body", "body": body, "more_body": more}
-
-
-def _context_headers(admission: Admission) -> list[tuple[bytes, bytes]]:
+def _context_headers(admission: Admission) -> Headers:
     """What the request uses of its context; ``x-context-count: bound`` means at most so many prompt tokens."""
     prompt, limit = admission.prompt_tokens, admission.context_tokens
     headers = [

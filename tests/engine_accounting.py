@@ -62,4 +62,12 @@ def _flags(placement: Placement) -> list[str]:
         "--fit": "on",
         "--verbosity": 4,
     }
+    if placement.tensor_split:
+        values |= {
+            "--split-mode": "layer",
+            "--tensor-split": ",".join(f"{share:g}" for share in placement.tensor_split),
+        }
+    if not placement.cpu_moe_layers:
+        # Even with 0 it counts as an override.
+        del values["--n-cpu-moe"]
     return ["--no-kv-unified", "--log-jsonl", *(str(part) for pair in values.items() for part in pair)]

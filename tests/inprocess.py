@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +31,19 @@ class InProcess:
 
     async def send(self, **fields: Any) -> Client:
         """Send one chat request on a connection of its own."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        await self.send_on(client, **fields)
+        return client
+
+    async def send_on(self, client: Client, *, key: str = "none", **fields: Any) -> None:
+        """Send one chat request on an open connection."""
         body = orjson.dumps({"model": MODEL_ID, "ignore_eos": True} | fields)
         head = (
             "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        writer.write(head.encode() + body)
-        await writer.drain()
-        return Client(reader, writer)
+        client.writer.write(head.encode() + body)
+        await client.writer.drain()
 
 
 @dataclass(frozen=True)
@@ -64,19 +68,22 @@ class Client:
 
 
 @asynccontextmanager
-async def gateway_in_process(engine: str, model: Path, folder: Path, **model_fields: Any) -> AsyncIterator[InProcess]:
-    """Serve ``model`` until the block ends."""
-    settings = Settings.model_validate(
+async def gateway_in_process(
+    engine: str, model: Path, folder: Path, *, settings: Mapping[str, Any] | None = None, **model_fields: Any
+) -> AsyncIterator[InProcess]:
+    """Serve ``model`` until the block ends; ``settings`` are further sections of the configuration."""
+    configuration = Settings.model_validate(
         {
             "server": {"port": 0, "drain_seconds": 1},
             "memory": {"ram_reserve": "256MiB"},
             "models": {MODEL_ID: {"path": model} | model_fields},
             "state_dir": folder,
+            **(settings or {}),
         }
     )
     binary = await asyncio.to_thread(find_engine, engine)
-    with bind(settings) as listener:
-        async with open_gateway(settings, binary) as gateway:
+    with bind(configuration) as listener:
+        async with open_gateway(configuration, binary) as gateway:
             server = Server(gateway)
             stop = StopRequest()
             serving = asyncio.create_task(server.serve_until(stop, listener))

@@ -32,6 +32,22 @@ def q4_k_m(layers: int) -> Kind:
     return choose
 
 
+_DELTA_KEYS: Mapping[str, Any] = {
+    "rope.dimension_count": U32(64),
+    "rope.dimension_sections": [11, 11, 10, 0],
+    "ssm.conv_kernel": U32(4),
+    "ssm.state_size": U32(128),
+    "ssm.group_count": U32(16),
+    "ssm.time_step_rank": U32(32),
+    "ssm.inner_size": U32(4096),
+    "full_attention_interval": U32(4),
+}
+
+
+# What llama-quantize takes for rows that are no multiple of 256.
+_SHORT_ROWS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+
+
 @dataclass
 class _Table:
     """Collects rows of a tensor table."""
@@ -41,7 +57,10 @@ class _Table:
 
     def matrix(self, name: str, *shape: int, layer: int = -1, kind: str | None = None) -> None:
         prefix = "" if layer < 0 else f"blk.{layer}."
-        self.tensors.append(Tensor(f"{prefix}{name}.weight", shape, kind or self.kind(name, layer)))
+        chosen = kind or self.kind(name, layer)
+        if shape[0] % 256:
+            chosen = _SHORT_ROWS.get(chosen, chosen)
+        self.tensors.append(Tensor(f"{prefix}{name}.weight", shape, chosen))
 
     def vector(self, name: str, *shape: int, layer: int = -1) -> None:
         self.matrix(name, *shape, layer=layer, kind="F32")
@@ -130,25 +149,30 @@ def qwen35moe(
         _experts(table, layer, embedding, expert_feed_forward, experts)
         _shared_expert(table, layer, embedding, expert_feed_forward)
     if draft_head:
-        for name in ("enorm", "hnorm", "shared_head_norm"):
-            table.vector(f"nextn.{name}", embedding, layer=layers)
-        table.matrix("nextn.eh_proj", 2 * embedding, embedding, layer=layers)
+        _draft_ends(table, layers, embedding)
     keys = _keys(blocks, embedding, 16, 2, 256, 262144)
     keys |= _expert_keys(experts, 8, expert_feed_forward)
-    keys |= {
-        "expert_shared_feed_forward_length": U32(expert_feed_forward),
-        "rope.dimension_count": U32(64),
-        "rope.dimension_sections": [11, 11, 10, 0],
-        "ssm.conv_kernel": U32(4),
-        "ssm.state_size": U32(128),
-        "ssm.group_count": U32(16),
-        "ssm.time_step_rank": U32(32),
-        "ssm.inner_size": U32(4096),
-        "full_attention_interval": U32(4),
-    }
+    keys |= {"expert_shared_feed_forward_length": U32(expert_feed_forward), **_DELTA_KEYS}
     if draft_head:
         keys["nextn_predict_layers"] = U32(1)
     return Shape("qwen35moe", keys, table.tensors, vocabulary)
+
+
+def qwen35(
+    *, layers: int = 32, embedding: int = 2560, feed_forward: int = 9216, vocabulary: int = 248320, tied: bool = True
+) -> Shape:
+    """Qwen3.5-4B: three gated delta nets to one attention layer, dense feed-forward, tied embeddings."""
+    table = _Table(q4_k_m(layers))
+    _ends(table, embedding, vocabulary, tied=tied)
+    for layer in range(layers):
+        if (layer + 1) % 4:
+            _delta_net(table, layer, embedding)
+        else:
+            _gated_attention(table, layer, embedding)
+        table.vector("post_attention_norm", embedding, layer=layer)
+        _feed_forward(table, layer, embedding, feed_forward)
+    keys = _keys(layers, embedding, 16, 2, 256, 262144) | dict(_DELTA_KEYS)
+    return Shape("qwen35", keys | {"feed_forward_length": U32(feed_forward)}, table.tensors, vocabulary)
 
 
 def gpt_oss(*, layers: int = 24, experts: int = 32, vocabulary: int = 201088) -> Shape:
@@ -229,6 +253,37 @@ def deepseek2(*, layers: int = 27, vocabulary: int = 102400, kind: Kind | None =
     return Shape("deepseek2", keys, table.tensors, vocabulary)
 
 
+def glm4moe(*, layers: int = 46, vocabulary: int = 151552, kind: Kind | None = None) -> Shape:
+    """GLM-4.5-Air: one dense block in front, 128 experts and a shared one, a draft head at the end."""
+    embedding, heads, kv_heads, length, experts, width = 4096, 96, 8, 128, 128, 1408
+    table = _Table(kind or q4_k_m(layers))
+    _ends(table, embedding, vocabulary)
+    for layer in range(layers + 1):
+        _attention(table, layer, "glm4moe", embedding, heads, kv_heads, length)
+        for name, count in (("attn_q", heads), ("attn_k", kv_heads), ("attn_v", kv_heads)):
+            table.plain(f"{name}.bias", count * length, layer=layer)
+        table.vector("post_attention_norm", embedding, layer=layer)
+        if layer == 0:
+            _feed_forward(table, layer, embedding, 10752)
+            continue
+        _experts(table, layer, embedding, width, experts)
+        table.plain("exp_probs_b.bias", experts, layer=layer)
+        _shared_expert(table, layer, embedding, width, gated=False)
+    _draft_ends(table, layers, embedding)
+    keys = _keys(layers + 1, embedding, heads, kv_heads, length, 131072) | _expert_keys(experts, 8, width)
+    keys |= {
+        "feed_forward_length": U32(10752),
+        "rope.dimension_count": U32(64),
+        "leading_dense_block_count": U32(1),
+        "expert_shared_count": U32(1),
+        "expert_weights_scale": 1.0,
+        "expert_weights_norm": True,
+        "expert_gating_func": U32(2),
+        "nextn_predict_layers": U32(1),
+    }
+    return Shape("glm4moe", keys, table.tensors, vocabulary)
+
+
 def _keys(layers: int, embedding: int, heads: int, kv_heads: int, head_length: int, context: int) -> dict[str, Any]:
     return {
         "block_count": U32(layers),
@@ -257,6 +312,12 @@ def _ends(table: _Table, embedding: int, vocabulary: int, *, tied: bool = False)
     table.vector("output_norm", embedding)
     if not tied:
         table.matrix("output", embedding, vocabulary)
+
+
+def _draft_ends(table: _Table, layer: int, embedding: int) -> None:
+    for name in ("enorm", "hnorm", "shared_head_norm"):
+        table.vector(f"nextn.{name}", embedding, layer=layer)
+    table.matrix("nextn.eh_proj", 2 * embedding, embedding, layer=layer)
 
 
 def _attention(

@@ -19,6 +19,7 @@ _LINES = (
     (0, "hardware"),
     (0, "metrics"),
     (0, "logs"),
+    (0, "service"),
     (1, "memory"),
     (1, "auth"),
     (1, "quota"),
@@ -27,11 +28,14 @@ _LINES = (
     (2, "eviction"),
     (3, "engine"),
     (4, "backends"),
+    (4, "instance"),
     (5, "supervisor"),
     (5, "sampler"),
     (6, "scheduler"),
+    (7, "outlet"),
     (7, "proxy"),
     (8, "api"),
+    (9, "http_server"),
     (9, "main"),
     (9, "cli"),
     (9, "__main__"),
@@ -39,7 +43,7 @@ _LINES = (
 _RANK = {name: rank for rank, (_, name) in enumerate(_LINES)}
 # Lower layers stay usable without the configuration and the numbers that the gateway exports.
 _KNOWS_NEITHER = frozenset({"protocol", "gguf", "hardware", "memory", "offload", "eviction", "engine"})
-_DATA_PATH = ("proxy", "backends")
+_DATA_PATH = ("proxy", "outlet", "backends")
 _MAX_FILE_LINES = 400
 _MAX_FUNCTION_LINES = 50
 # A table of commands and their options is one long function by nature.

@@ -22,6 +22,7 @@ from app.config import (
     Settings,
     load_settings,
 )
+from app.engine.flags import check_extra_args
 from app.errors import ConfigError, ModelNotFound
 
 EXAMPLE = Path(__file__).parent.parent / "config.example.yaml"
@@ -129,7 +130,7 @@ def test_a_misspelt_key_is_named_with_its_place_and_the_one_meant(
 
 def test_a_key_like_no_other_gets_the_list(write: Write) -> None:
     refusal = _refusal(write("memory: {zzzz: 1}"))
-    assert "known here: vram_reserve, ram_reserve." in refusal
+    assert "known here: vram_reserve, ram_reserve, ram_limit" in refusal
 
 
 @pytest.mark.parametrize("key", ["_env_file", "_cli_parse_args", "_secrets_dir", "__pydantic_self__", "model_config"])
@@ -176,6 +177,10 @@ _WRONG = {
     "key without hash": ("keys: [{name: a}]", "keys[0].hash"),
     "short hash": ("keys: [{name: a, hash: 'sha256:00'}]", "keys[0]"),
     "plain key": ("keys: [{name: a, hash: lg-secret}]", "keys[0]"),
+    "no time": ("server: {load_wait: soon}", "server.load_wait"),
+    "negative time": ("memory: {min_residency: -1s}", "memory.min_residency"),
+    "never": ("memory: {max_swap_wait: never}", "memory.max_swap_wait"),
+    "idle for no time": ("models: {m: {path: a.gguf, idle_unload: 0}}", "models.m.idle_unload"),
     "name with spaces": (f"keys: [{{name: a b, hash: '{HASH}'}}]", "keys[0].name"),
 }
 
@@ -230,6 +235,43 @@ def test_settings_are_frozen(write: Write) -> None:
     for section, field in [(loaded.server, "port"), (loaded.defaults, "context"), (loaded.models["m"], "context")]:
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, field, 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400), ("500ms", 0.5)]
+)
+def test_times_have_units(write: Write, written: str, seconds: float) -> None:
+    text = f"server: {{load_wait: {written}}}\nmodels: {{m: {{path: a.gguf, idle_unload: {written}}}}}"
+    loaded = load_settings(write(text))
+    assert loaded.server.load_wait == seconds
+    assert next(iter(ModelCatalog(loaded))).idle_unload_seconds == seconds
+
+
+def test_a_model_is_unloaded_when_idle_as_the_defaults_say_or_never(write: Write) -> None:
+    text = "defaults: {idle_unload: 5m}\nmodels: {a: {path: a.gguf}, b: {path: b.gguf, idle_unload: never}}"
+    a, b = ModelCatalog(load_settings(write(text)))
+    assert (a.idle_unload_seconds, b.idle_unload_seconds) == (300, None)
+
+
+def test_a_default_model_may_be_named_by_its_alias(write: Write) -> None:
+    text = "models: {m: {path: a.gguf, aliases: [x]}}\ndefault_model: x\n"
+    assert ModelCatalog(load_settings(write(text))).default_model == "m"
+    file = write("models: {m: {path: a.gguf}}\ndefault_model: y\n")
+    assert f"{file}:2: default_model: there is no model 'y'" in _refusal(file)
+
+
+def test_a_flag_that_is_not_allowed_has_its_place(write: Write) -> None:
+    file = write('models:\n  m:\n    path: a.gguf\n    extra_args: ["--host", "::"]\n')
+    with pytest.raises(ConfigError) as refused:
+        load_settings(file, check_flags=check_extra_args)
+    assert str(refused.value).startswith(f"{file}:4: models.m.extra_args: ")
+    assert "--host" in str(refused.value)
+
+
+@pytest.mark.parametrize("folder", ["a.gguf/state", "n" * 300 + "/state"])
+def test_a_state_folder_that_cannot_be_written(write: Write, folder: str) -> None:
+    file = write(f"models: {{m: {{path: a.gguf}}}}\nstate_dir: {folder}\n")
+    assert f"{file}:2: state_dir: " in _refusal(file)
 
 
 # Names

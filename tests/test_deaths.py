@@ -79,18 +79,20 @@ def test_the_sdk_raises_when_the_engine_is_killed(own_gateway: GatewayProcess) -
     assert failure.value.code == "upstream_failed"
 
 
-def test_engine_killed_under_a_whole_answer(own_gateway: GatewayProcess) -> None:
+def test_an_answer_that_had_not_begun_is_had_from_the_next_engine(own_gateway: GatewayProcess) -> None:
     url = f"{own_gateway.url}/v1/chat/completions"
     httpx.post(url, json=LONG_ANSWER | {"max_tokens": 1}, timeout=60)
     with httpx.Client(timeout=60) as client:
         victim = engine_process(own_gateway)
-        request = client.build_request("POST", url, json=LONG_ANSWER)
+        request = client.build_request("POST", url, json=LONG_ANSWER | {"max_tokens": 5})
         os.kill(victim.pid, signal.SIGSTOP)
         # The engine cannot answer any more; it is killed while the request is on its way.
         signal_when_sent(client, victim.pid)
         answer = client.send(request)
-    assert answer.status_code == 502
-    assert answer.json()["error"]["code"] == "upstream_failed"
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 5
+    assert engine_process(own_gateway).pid != victim.pid
+    assert "llama_gateway_engine_restarts_total{" in httpx.get(f"{own_gateway.url}/metrics").text
 
 
 def signal_when_sent(client: httpx.Client, pid: int) -> None:

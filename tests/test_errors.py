@@ -31,6 +31,7 @@ _ANSWERS: dict[str, tuple[int, str, str | None]] = {
     "ContextLengthExceeded": (400, "invalid_request_error", "context_length_exceeded"),
     "InvalidApiKey": (401, "invalid_request_error", "invalid_api_key"),
     "ModelNotAllowed": (403, "permission_error", "model_not_allowed"),
+    "NotAdmin": (403, "permission_error", "admin_required"),
     "ModelNotFound": (404, "invalid_request_error", "model_not_found"),
     "UnknownRoute": (404, "invalid_request_error", "unknown_url"),
     "MethodNotAllowed": (405, "invalid_request_error", "method_not_allowed"),
@@ -44,6 +45,7 @@ _ANSWERS: dict[str, tuple[int, str, str | None]] = {
     "Draining": (503, "service_unavailable_error", "server_is_stopping"),
     "CountingTimedOut": (503, "service_unavailable_error", "server_is_overloaded"),
     "UpstreamFailed": (502, "server_error", "upstream_failed"),
+    "EngineGone": (502, "server_error", "upstream_failed"),
     "UpstreamTimeout": (504, "timeout_error", "upstream_timeout"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,15 @@ from typing import Any
 
 import pytest
 
+from app.engine.accounting import ask_accounting
+from app.engine.binary import find_engine
+from app.engine.environment import child_environment
 from app.errors import ModelFileError
 from app.gguf import ModelFacts, read_header
+from app.hardware import Machine
 from app.memory import KVType, MemoryLedger, MemoryModel, Placement, estimate
-from tests import shapes
+from app.offload import Wish, plan_offload
+from tests import projector_shapes, recurrent_shapes, shapes
 from tests.engine_accounting import MIB, accounting
 from tests.gguf_writer import U32, Shape, write
 
@@ -49,6 +55,14 @@ def small_mixture(**changes: Any) -> Shape:
 def small_hybrid(**changes: Any) -> Shape:
     sizes: dict[str, Any] = {"layers": 8, "experts": 32, "vocabulary": 32000}
     return shapes.qwen35moe(**(sizes | changes))
+
+
+def middle_mixture() -> Shape:
+    return shapes.mixture(layers=12, vocabulary=32000, kind=shapes.uniform("Q4_K"))
+
+
+def middle_hybrid() -> Shape:
+    return shapes.qwen35moe(layers=16, experts=128, vocabulary=32000)
 
 
 Facts = Callable[[Shape], ModelFacts]
@@ -163,6 +177,35 @@ def test_hybrids_keep_a_state_per_slot(facts: Facts) -> None:
     assert MemoryModel(facts(shapes.qwen35moe())).checkpoint_bytes(ALL) == state
 
 
+def test_cuda_unpacks_a_quantised_cache_of_one_layer(facts: Facts) -> None:
+    model = MemoryModel(facts(small_dense()))
+
+    def compute(device: str, kind: KVType) -> int:
+        placement = replace(ALL, kv_cache_k=kind, kv_cache_v=kind)
+        return model.ledger(placement, device_names=[device]).devices[0].compute_bytes
+
+    assert compute("CUDA0", KVType.Q8_0) - compute("Vulkan0", KVType.Q8_0) == 2 * 4096 * 2 * 4 * 64
+    assert compute("CUDA0", KVType.F16) == compute("Vulkan0", KVType.F16)
+
+
+def test_pipelined_devices_keep_copies_of_what_they_hand_on(facts: Facts) -> None:
+    model = MemoryModel(facts(middle_mixture()))
+
+    def compute(**changes: Any) -> list[int]:
+        placement = replace(ALL, tensor_split=(6.0, 7.0), **changes)
+        ledger = model.ledger(placement, device_names=["A", "B"])
+        return [*(device.compute_bytes for device in ledger.devices), ledger.host.compute_bytes]
+
+    alone = model.ledger(ALL, device_names=["A"])
+    both = compute()
+    assert both[0] > both[1] > alone.devices[0].compute_bytes
+    assert both[2] > alone.host.compute_bytes
+    # Any override of a tensor's place ends the pipeline, and only the device that computes with experts copies them.
+    partial = compute(cpu_moe_layers=2)
+    assert partial[1] < both[1]
+    assert partial[0] > partial[1]
+
+
 def test_caches_in_ram_are_counted(facts: Facts) -> None:
     placement = replace(ALL, parallel=2, cache_ram_mib=1000, context_checkpoints=3)
     host = on_device(facts(small_hybrid()), placement).host
@@ -187,6 +230,8 @@ def test_unknown_architecture_uses_generic_formulas_and_says_so(facts: Facts) ->
         ("embedding_length", U32(0)),
         ("embedding_length", -5),
         ("attention.head_count", [1, 2]),
+        ("attention.head_count", U32(0)),
+        ("attention.head_count", [0, 0, 0, 0, 0, 0, 0, 0]),
         ("attention.head_count_kv", -1),
         ("attention.key_length", U32((1 << 32) - 1)),
         ("nextn_predict_layers", U32(8)),
@@ -198,11 +243,19 @@ def test_impossible_hyperparameters_name_their_key(facts: Facts, key: str, bad: 
         on_device(facts(small_dense(keys={key: bad})), ALL)
 
 
-def test_missing_keys_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["embedding_length", "block_count", "attention.head_count"])
+def test_missing_keys_are_named(tmp_path: Path, missing: str) -> None:
     shape = small_dense()
-    shape = replace(shape, keys={key: item for key, item in shape.keys.items() if key != "embedding_length"})
-    with pytest.raises(ModelFileError, match=r"llama\.embedding_length is missing"):
+    shape = replace(shape, keys={key: item for key, item in shape.keys.items() if key != missing})
+    with pytest.raises(ModelFileError, match=rf"llama\.{missing} is (0 or )?missing"):
         MemoryModel(read_header(write(tmp_path / "m.gguf", shape)))
+
+
+def test_a_model_without_attention_needs_no_heads(facts: Facts) -> None:
+    shape = recurrent_shapes.mamba2(layers=4)
+    ledger = on_device(facts(shape), ALL)
+    assert ledger.devices[0].kv_cache_bytes == 0
+    assert ledger.devices[0].state_bytes == 4 * 4 * (3 * (4096 + 2 * 128) + 128 * 4096)
 
 
 # --- against the engine -------------------------------------------------------------------------------------------
@@ -241,6 +294,38 @@ def test_the_engine_counts_the_same_on_a_device(native_engine: Path | None, tmp_
     assert close(ledger.host.kv_cache_bytes + ledger.host.state_bytes, rows["Host"]["context"])
 
 
+@pytest.mark.parametrize(
+    ("build", "changes"),
+    [
+        (small_dense, {"tensor_split": (4.0, 5.0)}),
+        (small_dense, {"tensor_split": (2.0, 3.0), "gpu_layers": 5}),
+        (middle_mixture, {"tensor_split": (7.0, 6.0), "cpu_moe_layers": 2}),
+        (middle_hybrid, {"tensor_split": (5.0, 6.0, 6.0), "context_per_request": 8192}),
+    ],
+)
+def test_the_engine_counts_the_same_on_several_devices(
+    native_engine: Path | None, tmp_path: Path, build: Callable[[], Shape], changes: dict[str, Any]
+) -> None:
+    if native_engine is None:
+        pytest.skip("no native engine")
+    model = write(tmp_path / "model.gguf", build())
+    placement = replace(ALL, **changes)
+    count = len(placement.tensor_split)
+    rows = accounting(
+        native_engine, model, placement, device=True, environment={"GGML_VK_VISIBLE_DEVICES": ",".join("0" * count)}
+    )
+    devices = [row for row in rows if row not in ("Host", "CPU_REPACK")]
+    if len(devices) != count:
+        pytest.skip("the native engine does not see a software device twice")
+    ledger = estimate(read_header(model), placement, device_names=devices)
+    for own in ledger.devices:
+        engine = rows[own.name]
+        assert close(own.weights_bytes + own.experts_bytes, engine["model"])
+        assert close(own.kv_cache_bytes + own.state_bytes, engine["context"])
+        assert -0.01 <= own.total_bytes / sum(engine.values()) - 1 <= 0.06
+    assert close(ledger.host.compute_bytes, rows["Host"]["compute"])
+
+
 @pytest.mark.parametrize("build", [small_dense, small_mixture, small_hybrid])
 def test_the_engine_counts_the_same_without_a_device(
     native_engine: Path | None, tmp_path: Path, build: Callable[[], Shape]
@@ -254,3 +339,28 @@ def test_the_engine_counts_the_same_without_a_device(
     assert close(host.weights_bytes + host.experts_bytes, sum(row["model"] for row in rows.values()))
     assert close(host.kv_cache_bytes + host.state_bytes, sum(row["context"] for row in rows.values()))
     assert -0.01 <= host.needed_bytes / sum(sum(row.values()) for row in rows.values()) - 1 <= 0.06
+
+
+@pytest.mark.parametrize(
+    ("text", "projector"),
+    [
+        (shapes.gemma3, projector_shapes.siglip()),
+        (shapes.gemma3, projector_shapes.siglip(blocks=4, width=768, feed_forward=3072, image=448)),
+        (shapes.qwen35, projector_shapes.qwen3vl()),
+        (shapes.qwen35, projector_shapes.qwen3vl(blocks=12, width=768, feed_forward=3072)),
+    ],
+)
+def test_the_engine_counts_the_same_for_a_projector(
+    native_engine: Path | None, tmp_path: Path, text: Callable[..., Shape], projector: Shape
+) -> None:
+    if native_engine is None:
+        pytest.skip("no native engine")
+    facts = read_header(write(tmp_path / "text.gguf", text(layers=4, vocabulary=32000)))
+    mmproj = read_header(write(tmp_path / "mmproj.gguf", projector))
+    machine = Machine((), 32 << 30, 30 << 30, threads=2)
+    plan = plan_offload(facts, machine, Wish(context=1024), mmproj=mmproj)
+    probe = ask_accounting(plan, find_engine(str(native_engine)), environment=child_environment(os.environ))
+    assert probe.accounting is not None, probe.finding
+    own = MemoryModel(facts, mmproj=mmproj).mmproj_bytes
+    # On a CPU the engine takes a little less than on a device, which is what the bound is for.
+    assert -0.01 <= own / (probe.accounting.mmproj_bytes or 1) - 1 <= 0.12

@@ -69,7 +69,9 @@ def test_35b_a3b_on_an_8_gib_card(a3b: ModelFacts) -> None:
     plan = plan_offload(a3b, machine(7600), Wish(context=32768, kv_cache="q8_0"))
     assert plan.placement.gpu_layers == 41
     assert plan.placement.cpu_moe_layers == 30
-    assert plan.memory.devices[0].total_bytes == pytest.approx(6967 * MIB, abs=8 * MIB)  # the engine's word: 6,965 MiB
+    # The engine's word: 6,965 MiB, and 7,021 with the ubatch that what is left makes room for.
+    assert plan.placement.ubatch == 1024
+    assert plan.memory.devices[0].total_bytes == pytest.approx(7022 * MIB, abs=8 * MIB)
     assert 0 < plan.placement.context_checkpoints <= 8
     assert 0 < plan.placement.cache_ram_mib <= 4096
     assert_within_budgets(plan)
@@ -122,6 +124,25 @@ def test_35b_a3b_on_two_cards(a3b: ModelFacts) -> None:
     assert_within_budgets(plan)
 
 
+def test_35b_a3b_on_larger_cards(a3b: ModelFacts) -> None:
+    twelve = plan_offload(a3b, machine(11500), Wish(context=32768))
+    assert (twelve.placement.gpu_layers, twelve.placement.cpu_moe_layers) == (41, 22)
+    assert_within_budgets(twelve)
+    twenty_four = plan_offload(a3b, machine(24000), Wish(context=32768, parallel=2))
+    assert (twenty_four.placement.gpu_layers, twenty_four.placement.cpu_moe_layers) == (41, 0)
+    assert twenty_four.placement.kv_cache_k is KVType.F16
+    assert_within_budgets(twenty_four)
+
+
+def test_35b_a3b_without_a_card(a3b: ModelFacts) -> None:
+    plan = plan_offload(a3b, machine(), Wish(context=32768))
+    assert (plan.placement.gpu_layers, plan.memory.devices) == (0, ())
+    assert plan.memory.host.needed_bytes == pytest.approx(20.3 * GIB, rel=0.03)
+    assert_within_budgets(plan)
+    with pytest.raises(DoesNotFit):
+        plan_offload(a3b, machine(ram_gib=20), Wish(context=32768))
+
+
 # --- dense models -------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +189,24 @@ def test_a_full_device_holds_nothing_unless_required(tiny: ModelFacts) -> None:
     assert plan_offload(tiny, machine(100), Wish()).placement.gpu_layers == 0
     with pytest.raises(DoesNotFit, match="as require_gpu asks"):
         plan_offload(tiny, machine(100), Wish(require_gpu=True))
+
+
+def test_a_larger_ubatch_never_costs_a_layer(a3b: ModelFacts, dense32b: ModelFacts) -> None:
+    for facts, context in ((a3b, 32768), (dense32b, 4096)):
+        for free in range(4000, 16000, 700):
+            plan = plan_offload(facts, machine(free), Wish(context=context, kv_cache="q8_0"))
+            if not plan.placement.gpu_layers:
+                continue
+            assert plan.placement.ubatch in (512, 1024, 2048)
+            model, names = MemoryModel(facts), ["GPU0"]
+            for more in (
+                replace(plan.placement, ubatch=512, cpu_moe_layers=plan.placement.cpu_moe_layers - 1),
+                replace(plan.placement, ubatch=512, gpu_layers=plan.placement.gpu_layers + 1),
+            ):
+                if more.cpu_moe_layers < 0 or more.gpu_layers > model.all_layers:
+                    continue
+                assert model.ledger(more, device_names=names).devices[0].total_bytes > (free - 512) * MIB
+            assert_within_budgets(plan)
 
 
 # --- context, parallel, embedding, projector ----------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -10,10 +12,14 @@ from starlette.requests import Request
 
 from app.auth import ApiKey, Authenticator
 from app.config import ModelCatalog, Settings
+from app.errors import ConfigError
 from app.metrics import Metrics
 from app.proxy import Proxy
 from app.scheduler import Scheduler
-from app.supervisor import Supervisor
+from app.supervisor import Changes, Supervisor
+
+ReadSettings = Callable[[], Settings]
+"""Reads the configuration as it is now; raises ConfigError."""
 
 
 @dataclass(slots=True)
@@ -29,6 +35,59 @@ class Gateway:
     proxy: Proxy
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
+    read_settings: ReadSettings | None = None
+    _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def reload(self) -> Reload:
+        """Read the configuration again and go over to it, touching only what changed.
+
+        Raises ConfigError or ModelFileError for one that cannot be used; then everything stays as it was.
+        """
+        if self.read_settings is None:
+            raise ConfigError("This gateway was started without a configuration file; there is nothing to reload.")
+        async with self._reloading:
+            settings = await asyncio.to_thread(self.read_settings)
+            refuse_open_door(settings)
+            catalog = ModelCatalog(settings)
+            changes = await self.supervisor.apply(catalog, settings.memory)
+            fixed = [name for name in _FIXED if getattr(settings, name) != getattr(self.settings, name)]
+            if (settings.server.host, settings.server.port) != (self.settings.server.host, self.settings.server.port):
+                fixed.append("server.host and server.port")
+            self.settings, self.catalog, self.proxy.catalog = settings, catalog, catalog
+            self.authenticator = Authenticator(settings.keys)
+            return Reload(changes, tuple(fixed))
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """What a reload changed; ``needs_restart`` names the settings that only a new start of the gateway can change."""
+
+    changes: Changes
+    needs_restart: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line for the log."""
+        parts = [
+            f"{what} {', '.join(getattr(self.changes, what))}"
+            for what in ("added", "removed", "restarted", "adjusted")
+            if getattr(self.changes, what)
+        ]
+        if self.needs_restart:
+            parts.append(f"only a restart changes {', '.join(self.needs_restart)}")
+        return "; ".join(parts) or "no model changed"
+
+
+_FIXED = ("engine", "state_dir")
+
+
+def refuse_open_door(settings: Settings) -> None:
+    """Raise ConfigError for an address that the network reaches and no keys."""
+    host = settings.server.host
+    if not settings.server.is_loopback and not settings.keys:
+        raise ConfigError(
+            f"Listening on {host} would let everybody on the network use this gateway, since no keys are configured; "
+            "run `llama-gateway keys new NAME` and add the printed line, or listen on 127.0.0.1."
+        )
 
 
 def gateway_of(request: Request) -> Gateway:

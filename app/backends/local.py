@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ import aiohttp
 import orjson
 
 from app.backends.faults import engine_fault
+from app.backends.liveness import Flight, Liveness, Patience
 from app.engine.binary import EngineBinary
 from app.engine.command import Endpoint, build_argv, child_environment
 from app.engine.process import EngineExit, EngineProcess, LaunchSpec, State
+from app.engine.records import INSTANCE_VARIABLE
 from app.engine.report import MeasuredMemory
-from app.errors import EngineUnusable, StorageError, UpstreamFailed, UpstreamTimeout
+from app.errors import EngineGone, EngineUnusable, StorageError, UpstreamFailed
 from app.offload import OffloadPlan
 from app.tokens import TokenCounter, calibrate_template, vocabulary_bound
 
@@ -27,8 +31,10 @@ _log = logging.getLogger(__name__)
 
 # llama-server closes a connection that is idle for 5 s; ours must go first.
 _KEEPALIVE_SECONDS = 3.0
-# Longest silence within an answer: a long prompt on a slow machine sends nothing for minutes.
-_SILENCE_SECONDS = 900.0
+# The progress of a prompt comes once per batch: it is given twice the time that such a batch should take, where a
+# prompt runs at least four times as fast as an answer.
+_SLOW_BATCHES = 2.0
+_PROMPT_FACTOR = 4.0
 
 
 class _RouteMissingError(Exception):
@@ -36,11 +42,18 @@ class _RouteMissingError(Exception):
 
 
 class _EngineReply:
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, response: aiohttp.ClientResponse, flight: Flight) -> None:
         self._response = response
+        self._flight = flight
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        return self._response.content.iter_any()
+    async def chunks(self) -> AsyncIterator[bytes]:
+        flight = self._flight
+        async for chunk in self._response.content.iter_any():
+            # A comment is the HTTP server's ping: it comes from a hanging engine too.
+            flight.chunks += not chunk.startswith(b":")
+            flight.is_awaited = False
+            yield chunk
+            flight.is_awaited = True
 
 
 class LocalBackend:
@@ -55,9 +68,13 @@ class LocalBackend:
         run_dir: Path,
         environment: Mapping[str, str],
         extra_args: Sequence[str] = (),
+        patience: Patience | None = None,
+        records: Path | None = None,
+        instance: str = "",
     ) -> None:
         self.plan = plan
         self.model_id = model_id
+        self._patience = _with_slow_batches(patience or Patience(), plan)
         self._key = secrets.token_urlsafe(32)
         # The folder is private (0700), and its name short: a socket path may have 107 bytes.
         stem = secrets.token_hex(4)
@@ -74,11 +91,15 @@ class LocalBackend:
                     key_file=self._key_file,
                     extra_args=tuple(extra_args),
                 ),
-                environment=child_environment(environment),
+                environment=child_environment(environment) | ({INSTANCE_VARIABLE: instance} if instance else {}),
                 endpoint=self.endpoint,
                 api_key=self._key,
+                stall_seconds=self._patience.stall_seconds,
+                records=records,
             )
         )
+        self._liveness = Liveness(self.endpoint, self._patience, on_hang=self.process.declare_hung)
+        self._watch: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
         self._counter: TokenCounter | None = None
         self.slots = 0
@@ -110,6 +131,7 @@ class LocalBackend:
             # The engine has read it by now.
             self._key_file.unlink(missing_ok=True)
         self._session = self._connect()
+        self._watch = asyncio.create_task(self._liveness.watch(), name=f"liveness of {self.model_id}")
         await self._learn_limits()
 
     async def wait_exit(self) -> EngineExit:
@@ -118,6 +140,9 @@ class LocalBackend:
 
     async def close(self) -> None:
         """Stop the engine and close the connections; idempotent."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         # First the connections: an open stream would keep the engine from leaving at once.
         if self._session is not None:
             await self._session.close()
@@ -129,17 +154,16 @@ class LocalBackend:
     async def open(self, body: bytes) -> AsyncIterator[_EngineReply]:
         """Start a chat answer; leaving the context closes the engine's socket, which frees the slot."""
         try:
-            response = await self._post("/v1/chat/completions", body)
-            try:
-                if response.status != 200:
-                    raise engine_fault(response.status, await response.read())
-                yield _EngineReply(response)
-            finally:
-                response.close()
-        except TimeoutError as error:
-            raise UpstreamTimeout(f"The engine sent nothing for {_SILENCE_SECONDS:.0f} s.") from error
+            with self._liveness.flight() as flight:
+                response = await self._post("/v1/chat/completions", body)
+                try:
+                    if response.status != 200:
+                        raise engine_fault(response.status, await response.read())
+                    yield _EngineReply(response, flight)
+                finally:
+                    response.close()
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed("The engine ended in the middle of the answer; send the request again.") from error
+            raise EngineGone("The engine ended in the middle of the answer; send the request again.") from error
 
     async def busy_slots(self) -> int:
         """Slots that the engine is working on; not to be asked often, since each answer wakes all its waiters."""
@@ -177,7 +201,8 @@ class LocalBackend:
         return aiohttp.ClientSession(
             base_url=f"http://127.0.0.1:{self.endpoint.port or 80}",
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_SECONDS),
+            # Silence is ended by the watch, for all requests at once.
+            timeout=aiohttp.ClientTimeout(total=None),
             headers={"authorization": f"Bearer {self._key}", "content-type": "application/json"},
             auto_decompress=False,
             # Answers may hold an event of any length; we cut them ourselves.
@@ -191,7 +216,7 @@ class LocalBackend:
         begins, so what failed before the head has not begun.
         """
         if self._session is None:
-            raise UpstreamFailed("The engine is not running; send the request again.")
+            raise EngineGone("The engine is not running; send the request again.")
         try:
             return await self._session.post(path, data=body)
         except aiohttp.ClientConnectionError:
@@ -206,7 +231,7 @@ class LocalBackend:
             async with response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed("The engine ended before it could answer; send the request again.") from error
+            raise EngineGone("The engine ended before it could answer; send the request again.") from error
         if response.status == 404:
             raise _RouteMissingError(path)
         if response.status != 200:
@@ -218,7 +243,7 @@ class LocalBackend:
 
     async def _get(self, path: str) -> aiohttp.ClientResponse:
         if self._session is None:
-            raise UpstreamFailed("The engine is not running; send the request again.")
+            raise EngineGone("The engine is not running; send the request again.")
         return await self._session.get(path)
 
     async def _learn_limits(self) -> None:
@@ -258,3 +283,12 @@ def _endpoint(path: Path) -> Endpoint:
         return Endpoint(socket=path, port=None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         return Endpoint(socket=None, port=server.getsockname()[1])
+
+
+def _with_slow_batches(patience: Patience, plan: OffloadPlan) -> Patience:
+    decode = plan.expected.decode_tokens_per_second
+    speed = plan.expected.prompt_tokens_per_second or (decode and decode * _PROMPT_FACTOR)
+    if not speed:
+        return patience
+    batch_seconds = plan.placement.batch / speed
+    return replace(patience, silence_seconds=max(patience.silence_seconds, _SLOW_BATCHES * batch_seconds))

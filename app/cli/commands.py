@@ -13,7 +13,8 @@ from app import __version__
 from app.auth import new_key
 from app.cli.demo import Demo
 from app.cli.plan import PlanRequest, print_plan
-from app.config import load_settings
+from app.config import Settings, load_settings
+from app.engine.flags import check_extra_args
 from app.errors import ConfigError, GatewayError, SetupError
 from app.gguf import read_header
 from app.logs import configure_logging
@@ -44,10 +45,15 @@ def serve_command(
     configure_logging(verbose=debug)
     if config is None and model is None:
         raise ConfigError("Nothing to serve: give --model FILE.gguf or --config FILE.")
-    settings = load_settings(config, model=model).listening_on(host=host, port=port)
-    if not settings.models:
-        raise ConfigError(f"{config} configures no models; add one below 'models:', or give --model FILE.gguf.")
-    run(lambda stop: serve(settings, stop))
+
+    def read_settings() -> Settings:
+        settings = load_settings(config, model=model, check_flags=check_extra_args).listening_on(host=host, port=port)
+        if not settings.models:
+            raise ConfigError(f"{config} configures no models; add one below 'models:', or give --model FILE.gguf.")
+        return settings
+
+    settings = read_settings()
+    run(lambda stop: serve(settings, stop, read_settings=read_settings if config is not None else None))
 
 
 @app.command("demo")
@@ -76,7 +82,11 @@ def plan_command(
     context: Annotated[int | None, typer.Option(min=1, help="Tokens that each request may use.")] = None,
     parallel: Annotated[int, typer.Option(min=1, max=64, help="Requests answered at once.")] = 1,
     kv_cache: Annotated[str, typer.Option(help="auto, f16, q8_0 or q4_0.")] = "auto",
+    gpu_layers: Annotated[int | None, typer.Option(min=0, help="Exactly so many layers on devices.")] = None,
+    cpu_moe_layers: Annotated[int | None, typer.Option(min=0, help="Experts of exactly so many layers in RAM.")] = None,
     engine: Annotated[str, typer.Option(help="auto, embedded, or the path of a llama-server.")] = "auto",
+    verify: Annotated[bool, typer.Option("--verify", help="Have the engine count it; loads nothing.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Reasons, the memory as a table and as bars.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole plan as JSON.")] = False,
     debug: _Debug = False,
 ) -> None:
@@ -91,6 +101,10 @@ def plan_command(
         parallel=parallel,
         kv_cache=kv_cache,
         engine=engine,
+        gpu_layers=gpu_layers,
+        cpu_moe_layers=cpu_moe_layers,
+        verify=verify,
+        explain=explain,
     )
     print_plan(request, as_json=as_json)
 
@@ -98,7 +112,7 @@ def plan_command(
 @app.command("check-config")
 def check_config_command(file: Annotated[Path, typer.Argument(help="The configuration to check.")]) -> None:
     """Check a configuration and the headers of its models; exit code 0 when it can be served."""
-    settings = load_settings(file)
+    settings = load_settings(file, check_flags=check_extra_args)
     for entry in settings.models.values():
         read_header(entry.path)
     typer.echo(f"{file}: valid; {len(settings.models)} models, {len(settings.keys)} keys.")

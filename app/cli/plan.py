@@ -1,7 +1,9 @@
-"""``llama-gateway plan``: show a placement without starting anything."""
+"""``llama-gateway plan``: show a placement without loading anything."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,12 +11,15 @@ import orjson
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from app.cli.drawing import explanation, offers
 from app.engine.binary import EngineBinary, find_engine
 from app.engine.command import Endpoint, build_argv
-from app.errors import ConfigError, EngineUnusable
-from app.gguf import read_header
+from app.engine.environment import child_environment
+from app.engine.verify import PlanVerifier
+from app.errors import ConfigError, DoesNotFit, EngineUnusable
+from app.gguf import ModelFacts, read_header
 from app.hardware import Device, Machine, probe_machine
-from app.offload import OffloadPlan, Wish, plan_offload
+from app.offload import OffloadPlan, Wish, alternatives, plan_offload
 
 _KV_CACHES = ("auto", "f16", "q8_0", "q4_0")
 _SIZE = TypeAdapter(ByteSize)
@@ -32,29 +37,68 @@ class PlanRequest:
     parallel: int
     kv_cache: str
     engine: str
+    gpu_layers: int | None = None
+    cpu_moe_layers: int | None = None
+    verify: bool = False
+    explain: bool = False
+
+    def wish(self) -> Wish:
+        """What is asked of the planner."""
+        return Wish(
+            context=self.context,
+            parallel=self.parallel,
+            kv_cache=self.kv_cache,
+            gpu_layers=self.gpu_layers,
+            cpu_moe_layers=self.cpu_moe_layers,
+        )
 
 
 def print_plan(request: PlanRequest, *, as_json: bool) -> None:
-    """Print the plan; raises ModelFileError, ConfigError, or DoesNotFit with the numbers."""
+    """Print the plan; raises ModelFileError, ConfigError, or DoesNotFit with the numbers after what would fit."""
     if request.kv_cache not in _KV_CACHES:
         raise ConfigError(f"--kv-cache {request.kv_cache} is unknown; use one of {', '.join(_KV_CACHES)}.")
     facts = read_header(request.file)
     projector = read_header(request.mmproj) if request.mmproj is not None else None
-    # A machine that is described whole needs no engine to be looked at.
     engine = _engine(request)
-    machine = _described(request, probe_machine(engine.device_list() if engine and request.vram is None else ""))
-    wish = Wish(context=request.context, parallel=request.parallel, kv_cache=request.kv_cache)
-    plan = plan_offload(facts, machine, wish, mmproj=projector)
+    machine = _machine(request, engine)
+    try:
+        plan = _plan(request, facts, machine, engine, projector)
+    except DoesNotFit:
+        _print(offers(alternatives(facts, machine, request.wish(), mmproj=projector)), err=True)
+        raise
     argv = _argv(plan, engine) if engine is not None else ()
     if as_json:
         typer.echo(orjson.dumps(plan.document(argv=argv), option=orjson.OPT_INDENT_2))
         return
-    for line in plan.summary():
-        typer.echo(line)
-    for reason in plan.reasons:
-        typer.echo(f"  {reason.setting} = {reason.value}: {reason.because}")
+    _print(explanation(plan) if request.explain else _short(plan))
     if argv:
         typer.echo("\n" + " ".join(argv))
+
+
+def _plan(
+    request: PlanRequest,
+    facts: ModelFacts,
+    machine: Machine,
+    engine: EngineBinary | None,
+    projector: ModelFacts | None,
+) -> OffloadPlan:
+    if not request.verify:
+        return plan_offload(facts, machine, request.wish(), mmproj=projector)
+    if engine is None:
+        raise EngineUnusable("--verify needs an engine to ask and there is none; install one, or leave --verify away.")
+    verifier = PlanVerifier(engine, environment=child_environment(os.environ))
+    return verifier.plan(facts, machine, request.wish(), mmproj=projector)
+
+
+def _short(plan: OffloadPlan) -> Iterable[str]:
+    yield from plan.summary()
+    for reason in plan.reasons:
+        yield f"  {reason.setting} = {reason.value}: {reason.because}"
+
+
+def _print(lines: Iterable[str], *, err: bool = False) -> None:
+    for line in lines:
+        typer.echo(line, err=err)
 
 
 def _engine(request: PlanRequest) -> EngineBinary | None:
@@ -73,18 +117,27 @@ def _argv(plan: OffloadPlan, engine: EngineBinary) -> tuple[str, ...]:
     return build_argv(plan, engine, alias=plan.model.path.stem, endpoint=endpoint, key_file=None)
 
 
-def _described(request: PlanRequest, machine: Machine) -> Machine:
+def _machine(request: PlanRequest, engine: EngineBinary | None) -> Machine:
+    """This machine, or what is described of another; a described one is looked at only to be asked about."""
+    look = engine is not None and (request.vram is None or request.verify)
+    machine = probe_machine(engine.device_list() if engine is not None and look else "")
     if request.vram is not None:
-        sizes = [_size("--vram", part) for part in request.vram.split(",")]
-        devices = tuple(
-            Device(name=f"CUDA{index}", description="as described by --vram", total_bytes=size, free_bytes=size)
-            for index, size in enumerate(size for size in sizes if size)
-        )
-        machine = replace(machine, devices=devices)
+        machine = replace(machine, devices=_described_devices(request.vram, machine))
     if request.ram is not None:
         size = _size("--ram", request.ram)
         machine = replace(machine, ram_total_bytes=max(size, machine.ram_total_bytes), ram_available_bytes=size)
     return machine
+
+
+def _described_devices(vram: str, machine: Machine) -> tuple[Device, ...]:
+    """Devices of the described sizes, named as real ones where there are any, so that the engine knows them."""
+    sizes = [size for size in (_size("--vram", part) for part in vram.split(",")) if size]
+    names = [device.name for device in machine.devices][: len(sizes)]
+    names += [f"CUDA{index}" for index in range(len(names), len(sizes))]
+    return tuple(
+        Device(name=name, description="as described by --vram", total_bytes=size, free_bytes=size)
+        for name, size in zip(names, sizes, strict=True)
+    )
 
 
 def _size(option: str, text: str) -> int:

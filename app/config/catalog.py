@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ class ModelConfig:
     """One model with every default filled in.
 
     ``context`` is what each request may use, in tokens; None leaves it to the smaller of ``default_context`` and the
-    context that the model was trained for.
+    context that the model was trained for. ``idle_unload_seconds`` is None for a model that stays.
     """
 
     id: str
@@ -32,16 +33,20 @@ class ModelConfig:
     cpu_moe_layers: int | None
     require_gpu: bool
     extra_args: tuple[str, ...]
+    idle_unload_seconds: float | None = None
+    pin: bool = False
+    preload: bool = False
 
 
 class ModelCatalog:
-    """Names and aliases → model."""
+    """Names and aliases → model; ``default_model`` is the public name of the one that comes back when all is idle."""
 
     def __init__(self, settings: Settings) -> None:
         self._models = {name: _complete(name, entry, settings.defaults) for name, entry in settings.models.items()}
         self._names = {name: name for name in self._models}
         for model in self._models.values():
             self._names |= dict.fromkeys(model.aliases, model.id)
+        self.default_model = self._names.get(settings.default_model or "")
 
     def __iter__(self) -> Iterator[ModelConfig]:
         return iter(self._models.values())
@@ -77,4 +82,12 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
         cpu_moe_layers=fixed.cpu_moe_layers,
         require_gpu=entry.require_gpu,
         extra_args=entry.extra_args,
+        idle_unload_seconds=_idle_unload(entry, defaults),
+        pin=entry.pin,
+        preload=entry.preload,
     )
+
+
+def _idle_unload(entry: ModelEntry, defaults: Defaults) -> float | None:
+    seconds = defaults.idle_unload if entry.idle_unload is None else entry.idle_unload
+    return None if math.isinf(seconds) else seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,13 @@ from app.config.explain import explain, nearest
 from app.config.settings import Settings
 from app.errors import ConfigError
 
+CheckFlags = Callable[[Sequence[str]], object]
+"""Raises ConfigError for engine flags that are not allowed."""
 
-def load_settings(path: Path | None = None, *, model: Path | None = None) -> Settings:
+
+def load_settings(
+    path: Path | None = None, *, model: Path | None = None, check_flags: CheckFlags | None = None
+) -> Settings:
     """Settings from a YAML file, from a single model file, or from both; raises ConfigError.
 
     With ``model`` alone the model's file name (without .gguf) becomes its public name and runtime files go to the
@@ -35,8 +40,9 @@ def load_settings(path: Path | None = None, *, model: Path | None = None) -> Set
     except SettingsError as error:
         raise ConfigError(f"The environment (LLAMA_GATEWAY_…): {error}; write JSON, or one variable per key.") from None
     base = path.absolute().parent if path is not None else Path.cwd()
-    settings = _with_absolute_paths(settings, base=base, state=None if path is not None else _user_state_dir())
-    _refuse_contradictions(settings, document)
+    is_own_state = path is not None or "state_dir" in settings.model_fields_set
+    settings = _with_absolute_paths(settings, base=base, state=None if is_own_state else _user_state_dir())
+    _refuse_contradictions(settings, document, check_flags)
     return settings
 
 
@@ -81,9 +87,10 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
     )
 
 
-def _refuse_contradictions(settings: Settings, document: Document) -> None:
+def _refuse_contradictions(settings: Settings, document: Document, check_flags: CheckFlags | None) -> None:
     problems = [*_missing_files(settings, document), *_names_given_twice(settings, document)]
-    problems += _keys_to_nowhere(settings, document)
+    problems += [*_flags_not_allowed(settings, document, check_flags), *_state_not_writable(settings, document)]
+    problems += [*_keys_to_nowhere(settings, document), *_default_to_nowhere(settings, document)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -93,6 +100,32 @@ def _missing_files(settings: Settings, document: Document) -> Iterator[str]:
         if not _is_file(entry.path):
             place = document.place(("models", name, "path"))
             yield f"{place}: there is no file {entry.path}; correct the path or fetch the model first."
+
+
+def _flags_not_allowed(settings: Settings, document: Document, check_flags: CheckFlags | None) -> Iterator[str]:
+    if check_flags is None:
+        return
+    for name, entry in settings.models.items():
+        try:
+            check_flags(entry.extra_args)
+        except ConfigError as error:
+            yield f"{document.place(('models', name, 'extra_args'))}: {error}"
+
+
+def _state_not_writable(settings: Settings, document: Document) -> Iterator[str]:
+    """Looks at the nearest folder that exists, and creates nothing."""
+    if not _can_be_written(settings.state_dir):
+        place = document.place(("state_dir",))
+        yield f"{place}: {settings.state_dir} cannot be written; set it to a folder that this user may write."
+
+
+def _can_be_written(folder: Path) -> bool:
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        return False
 
 
 def _is_file(path: Path) -> bool:
@@ -122,3 +155,10 @@ def _keys_to_nowhere(settings: Settings, document: Document) -> Iterator[str]:
     for index, name in enumerate(names):
         if name in names[:index]:
             yield f"{document.place(('keys', index, 'name'))}: the key name {name!r} is given twice."
+
+
+def _default_to_nowhere(settings: Settings, document: Document) -> Iterator[str]:
+    name = settings.default_model
+    known = {*settings.models, *(alias for entry in settings.models.values() for alias in entry.aliases)}
+    if name is not None and name not in known:
+        yield f"{document.place(('default_model',))}: there is no model {name!r}; name one of those below 'models:'."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from ipaddress import ip_address
 from pathlib import Path
@@ -36,6 +37,34 @@ def _at_most_the_address_space(size: ByteSize) -> ByteSize:
 Size = Annotated[ByteSize, AfterValidator(_at_most_the_address_space)]
 
 
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)?")
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _duration(value: object) -> object:
+    """``90``, ``90s``, ``1.5m``, ``2h``: seconds."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("must be a time like 30m, 90s or 2h")
+    found = _DURATION.fullmatch(str(value).strip())
+    if found is None:
+        raise ValueError("must be a time like 30m, 90s or 2h")
+    return float(found[1]) * _SECONDS[found[2] or "s"]
+
+
+Duration = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=366 * 86400)]
+
+
+def _idle_time(value: object) -> object:
+    return math.inf if value == "never" else _duration(value)
+
+
+IdleTime = Annotated[float, BeforeValidator(_idle_time), Field(gt=0)]
+
+
+def _auto_size(value: object) -> object:
+    return None if value == "auto" else value
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -47,6 +76,7 @@ class ServerConfig(_Section):
     port: Integer = Field(default=8080, ge=0, le=65535)
     max_body: Size = ByteSize(16 << 20)
     drain_seconds: float = Field(default=30, ge=0, le=3600)
+    load_wait: Duration = 300.0
 
     @property
     def is_loopback(self) -> bool:
@@ -66,10 +96,13 @@ class EngineConfig(_Section):
 
 
 class MemoryConfig(_Section):
-    """What the planner leaves free."""
+    """What the planner leaves free, and how models that cannot live together take turns."""
 
     vram_reserve: Size = ByteSize(512 << 20)
     ram_reserve: Size = ByteSize(2 << 30)
+    ram_limit: Annotated[Size | None, BeforeValidator(_auto_size)] = None
+    min_residency: Duration = 10.0
+    max_swap_wait: Duration = 20.0
 
 
 class Defaults(_Section):
@@ -80,6 +113,7 @@ class Defaults(_Section):
     max_tokens: Tokens = 4096
     on_overflow: OnOverflow = "reject"
     max_queue: Integer = Field(default=64, ge=0, le=100_000)
+    idle_unload: IdleTime = math.inf
 
 
 class FixedOffload(_Section):
@@ -115,6 +149,9 @@ class ModelEntry(_Section):
     max_queue: Integer | None = Field(default=None, ge=0, le=100_000)
     kv_cache: KVCache = "auto"
     offload: Annotated[FixedOffload | None, BeforeValidator(_auto_is_none)] = None
+    idle_unload: IdleTime | None = None
+    pin: bool = False
+    preload: bool = False
     require_gpu: bool = False
     extra_args: tuple[str, ...] = ()
 
@@ -125,6 +162,8 @@ class KeyConfig(_Section):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.@-]+$")
     hash: str
     models: tuple[str, ...] = ("*",)
+    admin: bool = False
+    comments: bool = True
 
     @model_validator(mode="after")
     def _hash_is_a_hash(self) -> KeyConfig:
@@ -147,6 +186,7 @@ class Settings(BaseSettings):
     memory: MemoryConfig = MemoryConfig()
     defaults: Defaults = Defaults()
     models: dict[str, ModelEntry] = {}
+    default_model: str | None = None
     keys: tuple[KeyConfig, ...] = ()
     state_dir: Path = Path("state")
 

@@ -103,6 +103,22 @@ class Child:
         except psutil.Error:
             return 0
 
+    def anonymous_bytes(self) -> int:
+        """Resident size without mapped files, where the system tells them apart; 0 when it is gone."""
+        try:
+            memory = psutil.Process(self.pid).memory_info()
+        except psutil.Error:
+            return 0
+        return max(0, int(memory.rss) - int(getattr(memory, "shared", 0)))
+
+    def cpu_seconds(self) -> float:
+        """Processor time that it has used, 0 when it is gone."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:
+            return 0.0
+        return float(times.user + times.system)
+
     def bytes_read(self) -> int:
         """What it has read so far, from disk or cache; 0 where the system does not count that."""
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ from pathlib import Path
 from app.engine.child import Child
 from app.engine.endpoint import Endpoint
 from app.engine.health import HealthProbe
+from app.engine.oom import kills_between, oom_kills
 from app.engine.output import EngineOutput
+from app.engine.records import write_record
 from app.engine.report import Cause, EngineExit, MeasuredMemory, MemoryReport, cause_of_death
 from app.engine.state import TRANSITIONS, State
 
@@ -24,7 +25,11 @@ _log = logging.getLogger(__name__)
 _FIRST_PROBE_SECONDS = 0.02
 _SLOWEST_PROBE_SECONDS = 0.25
 _EXIT_LINES = 60
-_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+# A load that computes without a word (compiling kernels for a new device) is given so much more time.
+_BUSY_FACTOR = 8
+_BUSY_SHARE = 0.05
+# An engine that hangs does not listen; no use in asking it for long.
+_HANG_GRACE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class LaunchSpec:
     """How to start one engine.
 
     ``stall_seconds`` is how long a load may show no progress: in its log, resident size and bytes read.
+    ``records`` is the folder where its process is noted.
     """
 
     name: str
@@ -40,7 +46,8 @@ class LaunchSpec:
     endpoint: Endpoint
     api_key: str = field(repr=False)
     grace_seconds: float = 5
-    stall_seconds: float = 120
+    stall_seconds: float = 75
+    records: Path | None = None
 
 
 class EngineDied(Exception):
@@ -53,9 +60,10 @@ class EngineDied(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """The messages of one life: stop it; the start is over, well or not; this is how it ended."""
+    """The messages of one life: stop it; it hangs; the start is over, well or not; this is how it ended."""
 
     stop_asked: asyncio.Event
+    hang_seen: asyncio.Event
     start_over: asyncio.Event
     ended: asyncio.Future[EngineExit]
     tasks: list[asyncio.Task[None]]
@@ -76,6 +84,7 @@ class EngineProcess:
         self._output = EngineOutput()
         self._report = MemoryReport()
         self._life: _Life | None = None
+        self._record: Path | None = None
 
     @property
     def state(self) -> State:
@@ -101,6 +110,10 @@ class EngineProcess:
         """Resident size of the process, 0 when there is none."""
         return 0 if self._child is None else self._child.resident_bytes()
 
+    def anonymous_bytes(self) -> int:
+        """What of it the kernel cannot drop: resident size less mapped files; 0 when there is no process."""
+        return 0 if self._child is None else self._child.anonymous_bytes()
+
     def log_tail(self, count: int = 100) -> list[str]:
         """Its last log lines, oldest first; at most 400 are kept."""
         return self._output.tail(count)
@@ -110,7 +123,7 @@ class EngineProcess:
         self._move(State.STARTING)
         loop = asyncio.get_running_loop()
         self._exit, self._output, self._report = None, EngineOutput(), MemoryReport()
-        life = self._life = _Life(asyncio.Event(), asyncio.Event(), loop.create_future(), [])
+        life = self._life = _Life(asyncio.Event(), asyncio.Event(), asyncio.Event(), loop.create_future(), [])
         life.tasks.append(loop.create_task(self._own(life), name=f"engine {self.spec.name}"))
 
     async def wait_ready(self) -> None:
@@ -133,6 +146,11 @@ class EngineProcess:
             self._move(State.STOPPING)
         return await self.wait_exit()
 
+    def declare_hung(self) -> None:
+        """End it although it runs: whoever watched it saw no progress."""
+        if self._life is not None:
+            self._life.hang_seen.set()
+
     def _current_life(self) -> _Life:
         assert self._life is not None, "start() comes first"
         return self._life
@@ -145,12 +163,12 @@ class EngineProcess:
     # --- the owner: nothing below is called from anywhere else --------------------------------------------------------
 
     async def _own(self, life: _Life) -> None:
-        oom_kills_before = _oom_kills()
+        kills_before = oom_kills()
         cause: Cause | None = Cause.ASKED  # what stays when the loop is torn down around us
         returncode: int | None = None
         try:
             cause = await self._live(life)
-            returncode = await self._reap()
+            returncode = await self._reap(_HANG_GRACE_SECONDS if cause is Cause.HANG else self.spec.grace_seconds)
             if returncode is None and cause is Cause.ASKED:
                 cause = Cause.HANG  # it would not go, and its memory has not come back
         finally:
@@ -159,7 +177,7 @@ class EngineProcess:
             lines = self._output.tail(_EXIT_LINES)
             phase = State.READY if life.start_over.is_set() else State.STARTING
             if cause is None:
-                kills = _difference(oom_kills_before, _oom_kills())
+                kills = kills_between(kills_before, oom_kills())
                 cause = cause_of_death(returncode=returncode, phase=phase, lines=lines, oom_kills=kills)
             self._finish(life, EngineExit(returncode, cause, phase, tuple(lines)))
 
@@ -171,9 +189,11 @@ class EngineProcess:
         except OSError as error:
             self._on_output(f"launcher: cannot execute {self.spec.argv[0]}: {error.strerror}\n".encode())
             return None
+        self._note(self._child)
         loop = asyncio.get_running_loop()
         loading = loop.create_task(self._watch_start(self._child))
-        ends = {loop.create_task(self._child.wait()), loop.create_task(life.stop_asked.wait())}
+        waits = (self._child.wait(), life.stop_asked.wait(), life.hang_seen.wait())
+        ends = {loop.create_task(wait) for wait in waits}
         try:
             await asyncio.wait({loading, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if not any(end.done() for end in ends):
@@ -181,7 +201,9 @@ class EngineProcess:
                     return Cause.HANG
                 self._become_ready(life)
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return Cause.ASKED if life.stop_asked.is_set() else None
+            if life.stop_asked.is_set():
+                return Cause.ASKED
+            return Cause.HANG if life.hang_seen.is_set() else None
         finally:
             for task in (loading, *ends):
                 task.cancel()
@@ -191,14 +213,17 @@ class EngineProcess:
         """True once ``/health`` says 200, False after ``stall_seconds`` without any progress."""
         loop = asyncio.get_running_loop()
         progress, progress_at, pause = (0, 0, 0), loop.time(), _FIRST_PROBE_SECONDS
+        cpu_seconds = 0.0
         async with HealthProbe(self.spec.endpoint) as probe:
             while not await probe.ready():
                 now = loop.time()
                 seen = (self._output.bytes_seen, child.resident_bytes(), child.bytes_read())
                 if seen != progress:
-                    progress, progress_at = seen, now
-                elif now - progress_at > self.spec.stall_seconds:
-                    return False
+                    progress, progress_at, cpu_seconds = seen, now, child.cpu_seconds()
+                elif (still := now - progress_at) > self.spec.stall_seconds:
+                    computes = child.cpu_seconds() - cpu_seconds > _BUSY_SHARE * still
+                    if not computes or still > _BUSY_FACTOR * self.spec.stall_seconds:
+                        return False
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.5, _SLOWEST_PROBE_SECONDS)
         return True
@@ -208,18 +233,20 @@ class EngineProcess:
             self._move(State.READY)
             life.start_over.set()
 
-    async def _reap(self) -> int | None:
+    async def _reap(self, grace_seconds: float) -> int | None:
         if self._state is not State.STOPPING:
             self._move(State.STOPPING)
         if self._child is None:
             return None
-        returncode = await self._child.reap(grace_seconds=self.spec.grace_seconds)
+        returncode = await self._child.reap(grace_seconds=grace_seconds)
         self._child = None
         self._report.feed(self._output.close())
         return returncode
 
     def _finish(self, life: _Life, exit: EngineExit) -> None:
         self._unlink_socket()
+        if self._record is not None:
+            self._record.unlink(missing_ok=True)
         self._exit = exit
         if self._state is not State.STOPPING:
             self._move(State.STOPPING)
@@ -227,6 +254,10 @@ class EngineProcess:
         life.start_over.set()
         if not life.ended.done():
             life.ended.set_result(exit)
+
+    def _note(self, child: Child) -> None:
+        if self.spec.records is not None:
+            self._record = write_record(self.spec.records, pid=child.pid, name=self.spec.name)
 
     def _on_output(self, data: bytes) -> None:
         self._report.feed(self._output.feed(data))
@@ -236,16 +267,3 @@ class EngineProcess:
         if self.spec.endpoint.socket is not None:
             with suppress(OSError):
                 self.spec.endpoint.socket.unlink(missing_ok=True)
-
-
-def _oom_kills() -> int | None:
-    """How many processes the kernel has ended for memory since it started; None where it does not say."""
-    try:
-        found = _OOM_KILLS.search(Path("/proc/vmstat").read_text(encoding="ascii"))
-    except OSError:
-        return None
-    return int(found[1]) if found else None
-
-
-def _difference(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else after - before

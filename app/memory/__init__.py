@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+from app.memory.accounting import AccountedMemory, Accounting
+from app.memory.correction import Correction, correction_of
+from app.memory.families import REGISTRY, Family
 from app.memory.ledger import DeviceLedger, HostLedger, MemoryLedger
 from app.memory.model import MemoryModel, estimate
 from app.memory.placement import KVType, Placement
 
-__all__ = ["DeviceLedger", "HostLedger", "KVType", "MemoryLedger", "MemoryModel", "Placement", "estimate"]
+__all__ = [
+    "REGISTRY",
+    "AccountedMemory",
+    "Accounting",
+    "Correction",
+    "DeviceLedger",
+    "Family",
+    "HostLedger",
+    "KVType",
+    "MemoryLedger",
+    "MemoryModel",
+    "Placement",
+    "correction_of",
+    "estimate",
+]

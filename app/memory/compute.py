@@ -1,7 +1,8 @@
 """The compute buffer: what the graph of one ubatch needs, as an upper bound.
 
-Fitted on the engine's own reservations of some fifty configurations, hence a bound and not a derivation
-(llama.cpp src/llama-context.cpp sched_reserve). Units: q is one f32 element for each token of the graph.
+Fitted on the engine's own reservations of some hundred configurations (the table in tests/bench/README.md), hence a
+bound and not a derivation (llama.cpp src/llama-context.cpp sched_reserve); the engine's own word is the last one.
+Units: q is one f32 element for each token of the graph.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ from app.memory.shape import ModelShape
 
 _HOST_ROWS = 4
 _HYBRID_ROWS = 6
+# Residual, query, key, value and the attention's result are alive beside the copies of a cache.
+_ATTENTION_ROWS, _ROUTED_ATTENTION_ROWS, _HYBRID_ATTENTION_ROWS = 5, 9, 10
+_HYBRID_HOST_ROWS = 3
+_REUSED_SHARE = 0.7
+# Embedding rows that the copies between pipelined devices take on the first, on each other, and in RAM.
+_FIRST_PIPELINE_ROWS, _NEXT_PIPELINE_ROWS, _HOST_PIPELINE_ROWS = 12, 7, 6
+_SCAN_PIPELINE_ROWS, _CONVOLUTION_PIPELINE_ROWS = 9, 4
+# Between layers that RAM computes and those of the device.
+_HAND_OVER_ROWS = 2
 _F32 = 4
 _F16 = 2
 _GIB = 1 << 30
@@ -26,32 +36,43 @@ class GraphTerms:
     ``cells`` is the sum over the kinds of cache (full and windowed) of cells of one slot. With large batches the engine
     computes what lies in RAM on the device too, and copies it there: ``expert_copy_bytes`` is the largest expert tensor
     left in RAM, ``expert_pair_bytes`` those of a hybrid's first attention layer and of the recurrent one before it if
-    both are in RAM, ``tensor_copy_bytes`` and ``cache_copy_bytes`` the largest other tensor and the largest cache of
-    whole layers in RAM; each is 0 when there are none. ``alone`` says that no device takes part.
+    both are in RAM; ``tensor_copy_bytes``, ``down_copy_bytes`` and ``cache_copy_bytes`` are the largest tensor besides
+    the down matrices, the largest of those, and the largest cache of whole layers in RAM; each is 0 when there are
+    none. ``state_bytes`` is the largest state of one layer, all slots. ``alone`` says that no device takes part,
+    ``is_pipelined`` that several devices hold everything: then the engine keeps four copies of what goes from one to
+    the next, so that they work on several ubatches at once; ``has_host_layers`` that whole layers are in RAM, not only
+    experts.
     """
 
     cells: int
     expert_copy_bytes: int = 0
     tensor_copy_bytes: int = 0
+    down_copy_bytes: int = 0
     cache_copy_bytes: int = 0
     expert_pair_bytes: int = 0
+    state_bytes: int = 0
     alone: bool = False
-
-    @property
-    def has_host_layers(self) -> bool:
-        """Whether whole layers are in RAM, not only experts."""
-        return self.tensor_copy_bytes > 0
+    is_pipelined: bool = False
+    has_host_layers: bool = False
 
 
-def device_compute_bytes(shape: ModelShape, family: Family, placement: Placement, terms: GraphTerms) -> int:
-    """Compute buffer of a device that holds layers."""
+def device_compute_bytes(
+    shape: ModelShape, family: Family, placement: Placement, terms: GraphTerms, *, is_first: bool = True
+) -> int:
+    """Compute buffer of a device that holds layers; ``is_first`` when the first block is among them."""
     q = _F32 * placement.graph_tokens
-    graph = _dense_graph(shape, terms, q)
+    graph = _dense_graph(shape, family, terms, q)
     if shape.experts:
         routed = _routed_graph(shape, family, terms, q)
         graph = max(graph, routed) if shape.number("leading_dense_block_count") else routed
-    graph = max(graph, _score_bytes(shape, placement, terms))
-    return _mask_bytes(placement, terms) + graph + _logits_bytes(shape, family, placement)
+    graph = max(graph, _score_bytes(shape, placement, terms), q * _scan_rows(shape, family))
+    rows = _FIRST_PIPELINE_ROWS if is_first else _NEXT_PIPELINE_ROWS
+    rows += _SCAN_PIPELINE_ROWS if family.scans else 0 if family.host_copies else _CONVOLUTION_PIPELINE_ROWS
+    pipeline = _pipeline_bytes(shape, placement, terms, rows=rows)
+    if not family.host_copies:
+        graph += _HAND_OVER_ROWS * q * shape.embedding
+    state = terms.state_bytes if family.scans else 0
+    return _mask_bytes(placement, terms) + graph + _logits_bytes(shape, family, placement) + pipeline + state
 
 
 def host_compute_bytes(shape: ModelShape, family: Family, placement: Placement, terms: GraphTerms) -> int:
@@ -65,10 +86,20 @@ def host_compute_bytes(shape: ModelShape, family: Family, placement: Placement, 
         rows = shape.embedding * (_HYBRID_ROWS if family.hybrid and terms.has_host_layers else _HOST_ROWS)
     output = _F32 * shape.vocabulary * placement.parallel
     logits = _logits_bytes(shape, family, placement) + output if terms.alone else output
+    if terms.alone or terms.has_host_layers:
+        rows = max(rows, _scan_rows(shape, family))
     graph = _F32 * placement.graph_tokens * rows
     if terms.alone:
         graph = max(graph, _score_bytes(shape, placement, terms))
-    return _mask_bytes(placement, terms) + graph + logits
+    pipeline = _pipeline_bytes(shape, placement, terms, rows=_HOST_PIPELINE_ROWS)
+    return _mask_bytes(placement, terms) + graph + logits + pipeline
+
+
+def _pipeline_bytes(shape: ModelShape, placement: Placement, terms: GraphTerms, *, rows: int) -> int:
+    """Three more copies of the mask and of what else is handed on."""
+    if not terms.is_pipelined:
+        return 0
+    return 3 * _mask_bytes(placement, terms) + _F32 * placement.graph_tokens * rows * shape.embedding
 
 
 def _logits_bytes(shape: ModelShape, family: Family, placement: Placement) -> int:
@@ -78,15 +109,16 @@ def _logits_bytes(shape: ModelShape, family: Family, placement: Placement) -> in
     return _F32 * shape.vocabulary * (placement.graph_tokens if placement.embedding else placement.parallel)
 
 
-def _dense_graph(shape: ModelShape, terms: GraphTerms, q: int) -> int:
-    """Attention and feed-forward; layers in RAM add copies that share the space of the activations in part."""
+def _dense_graph(shape: ModelShape, family: Family, terms: GraphTerms, q: int) -> int:
+    """Attention and feed-forward; layers in RAM are computed on the device too, from copies of weights and caches."""
     activations = q * _dense_rows(shape)
-    if not terms.has_host_layers:
+    if not terms.tensor_copy_bytes:
         return activations
+    rows = _HYBRID_HOST_ROWS if family.hybrid else 1
     return max(
-        activations + q * shape.feed_forward,
-        activations + terms.cache_copy_bytes,
-        terms.tensor_copy_bytes + terms.cache_copy_bytes + 4 * q * shape.embedding,
+        activations + terms.tensor_copy_bytes + rows * q * shape.embedding,
+        terms.down_copy_bytes + q * (shape.feed_forward + 4 * shape.embedding),
+        terms.cache_copy_bytes + (_HYBRID_ATTENTION_ROWS if family.hybrid else _ATTENTION_ROWS) * q * shape.embedding,
     )
 
 
@@ -96,11 +128,18 @@ def _routed_graph(shape: ModelShape, family: Family, terms: GraphTerms, q: int) 
     alone = q * _routed_rows(shape, family, rows=family.expert_rows)
     if not copy:
         return alone
-    if terms.has_host_layers:
-        return copy + q * _routed_rows(shape, family, rows=2) + terms.cache_copy_bytes
+    graph = max(alone, copy + q * _routed_rows(shape, family, rows=1))
+    if terms.tensor_copy_bytes:
+        # A copy of experts takes the place of the copied cache before it, where that was clearly large enough.
+        beside = terms.cache_copy_bytes if copy > _REUSED_SHARE * terms.cache_copy_bytes else 0
+        graph = max(
+            graph,
+            copy + q * _routed_rows(shape, family, rows=2) + beside,
+            terms.cache_copy_bytes + _ROUTED_ATTENTION_ROWS * q * shape.embedding,
+        )
     if terms.expert_pair_bytes:
-        return max(copy + alone, terms.expert_pair_bytes + _HYBRID_ROWS * q * shape.embedding)
-    return max(alone, copy + q * _routed_rows(shape, family, rows=1))
+        graph = max(graph, copy + alone, terms.expert_pair_bytes + _HYBRID_ROWS * q * shape.embedding)
+    return graph
 
 
 def _dense_rows(shape: ModelShape) -> int:
@@ -110,6 +149,14 @@ def _dense_rows(shape: ModelShape) -> int:
 def _routed_rows(shape: ModelShape, family: Family, *, rows: int) -> int:
     used = shape.experts_used
     return shape.embedding * (used + 4 + family.extra_rows) + rows * used * shape.expert_feed_forward
+
+
+def _scan_rows(shape: ModelShape, family: Family) -> int:
+    """A state-space layer: its projection, the convolution's rows, and what the scan reads and writes."""
+    if not family.scans:
+        return 0
+    inner, states = shape.number("ssm.inner_size"), shape.number("ssm.group_count") * shape.number("ssm.state_size")
+    return 4 * shape.embedding + 5 * inner + 4 * states + shape.number("ssm.time_step_rank")
 
 
 def _mask_bytes(placement: Placement, terms: GraphTerms) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from app.gguf import ModelFacts
 from app.memory.compute import GraphTerms, device_compute_bytes, host_compute_bytes
-from app.memory.families import LayerCache, family_of
+from app.memory.correction import Correction
+from app.memory.families import REGISTRY, Family, LayerCache, family_of
 from app.memory.layout import HOST, layer_owners
 from app.memory.ledger import DeviceLedger, HostLedger, MemoryLedger
 from app.memory.placement import Placement, padded
@@ -14,7 +15,9 @@ from app.memory.projector import projector_bytes
 from app.memory.shape import read_shape
 from app.memory.weights import read_weights
 
-_F32 = 4
+_F32, _F16 = 4, 2
+# Names of devices of ggml's CUDA backend, whatever it was compiled for.
+_UNPACKING = ("CUDA", "ROCm", "MUSA")
 _MIB = 1 << 20
 
 
@@ -26,14 +29,29 @@ def estimate(
 
 
 class MemoryModel:
-    """The formulas of one model, ready for many placements. Raises ModelFileError when the header cannot be right."""
+    """The formulas of one model, ready for many placements. Raises ModelFileError when the header cannot be right.
 
-    def __init__(self, facts: ModelFacts, *, mmproj: ModelFacts | None = None) -> None:
+    ``correction`` is what the engine was found to count differently; ``families`` replaces formulas in tests.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        *,
+        mmproj: ModelFacts | None = None,
+        correction: Correction | None = None,
+        families: Mapping[str, Family] = REGISTRY,
+    ) -> None:
         self.shape = read_shape(facts)
-        self.family = family_of(self.shape.architecture)
+        self.family = family_of(self.shape.architecture, families)
+        if self.family.known and not self.family.hybrid and not max(self.shape.heads):
+            raise facts.wrong(
+                "attention.head_count", "is 0 or missing, but this architecture has attention in its layers"
+            )
+        self.correction = correction or Correction()
         self.weights = read_weights(self.shape, causal=self.family.causal)
         self.caches = self.family.layer_caches(self.shape)
-        self.mmproj_bytes = projector_bytes(mmproj) if mmproj is not None else 0
+        self.mmproj_bytes = self._projector_bytes(mmproj)
 
     @property
     def known(self) -> bool:
@@ -51,24 +69,28 @@ class MemoryModel:
         return any(block.experts_bytes for block in self.weights.blocks)
 
     def ledger(self, placement: Placement, *, device_names: Sequence[str]) -> MemoryLedger:
-        """Bytes per device and in RAM under ``placement``."""
+        """Bytes per device and in RAM under ``placement``, as far as is known as the engine counts them."""
+        return self.correction.applied(self.uncorrected(placement, device_names=device_names))
+
+    def uncorrected(self, placement: Placement, *, device_names: Sequence[str]) -> MemoryLedger:
+        """Bytes by the formulas alone."""
         owners = layer_owners(self.all_layers, placement, devices=len(device_names))
-        terms = self._terms(placement, owners)
         return MemoryLedger(
             devices=tuple(
-                self._device(placement, owners, terms, index=index, name=name)
-                for index, name in enumerate(device_names)
+                self._device(placement, owners, index=index, name=name) for index, name in enumerate(device_names)
             ),
-            host=self._host(placement, owners, terms),
+            host=self._host(placement, owners),
         )
 
     def layer_bytes(self, placement: Placement, layer: int) -> int:
         """What entry ``layer`` of the stack (the last is the output layer) costs the device that holds it."""
+        scale = self.correction.weights
         if layer == self.shape.blocks:
-            return self.weights.output_bytes + self.weights.tied_bytes
+            return round(scale * (self.weights.output_bytes + self.weights.tied_bytes))
         block = self.weights.blocks[layer]
         experts = 0 if layer < placement.cpu_moe_layers else block.experts_bytes
-        return block.dense_bytes + experts + self._layer_cache_bytes(placement, layer)
+        cache = self.correction.context * self._layer_cache_bytes(placement, layer)
+        return round(scale * (block.dense_bytes + experts) + cache)
 
     def kv_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
         """K and V of these layers, all slots (llama.cpp src/llama-kv-cache.cpp)."""
@@ -91,25 +113,47 @@ class MemoryModel:
         everything = range(len(self.caches))
         return (self.kv_bytes(placement, windowed) + self.state_bytes(placement, everything)) // placement.parallel
 
-    def _device(
-        self, placement: Placement, owners: Sequence[int], terms: GraphTerms, *, index: int, name: str
-    ) -> DeviceLedger:
+    def _projector_bytes(self, mmproj: ModelFacts | None) -> int:
+        if mmproj is None:
+            return 0
+        stated = self.correction.mmproj_bytes
+        return projector_bytes(mmproj) if stated is None else stated
+
+    def _device(self, placement: Placement, owners: Sequence[int], *, index: int, name: str) -> DeviceLedger:
         mmproj = self.mmproj_bytes if placement.mmproj_on == name else 0
         if index not in owners:
             return DeviceLedger(name=name, mmproj_bytes=mmproj)
         blocks = [layer for layer in range(self.shape.blocks) if owners[layer] == index]
         output = self.weights.output_bytes + self.weights.tied_bytes if owners[-1] == index else 0
+        # The first device computes what whole layers in RAM leave to devices.
+        computed = [layer for layer, owner in enumerate(owners[:-1]) if owner == index or (owner == HOST and not index)]
+        terms = self._terms(placement, owners, computed)
         return DeviceLedger(
             name=name,
             weights_bytes=output + sum(self.weights.blocks[layer].dense_bytes for layer in blocks),
             experts_bytes=self._experts(layer for layer in blocks if layer >= placement.cpu_moe_layers),
             kv_cache_bytes=self.kv_bytes(placement, blocks),
             state_bytes=self.state_bytes(placement, blocks),
-            compute_bytes=device_compute_bytes(self.shape, self.family, placement, terms),
+            compute_bytes=device_compute_bytes(self.shape, self.family, placement, terms, is_first=owners[0] == index)
+            + self._unpacked_cache_bytes(placement, blocks, name),
             mmproj_bytes=mmproj,
         )
 
-    def _host(self, placement: Placement, owners: Sequence[int], terms: GraphTerms) -> HostLedger:
+    def _unpacked_cache_bytes(self, placement: Placement, layers: Iterable[int], device: str) -> int:
+        """The f16 copy that CUDA's flash attention makes of one layer's quantised K and V."""
+        if not device.startswith(_UNPACKING) or not placement.flash_attention:
+            return 0
+        quantised = (placement.kv_cache_k.quantised, placement.kv_cache_v.quantised)
+        return placement.parallel * max(
+            (
+                _F16 * cells_of(cache, placement) * (cache.key * quantised[0] + cache.value * quantised[1])
+                for cache in self._caches_of(layers)
+            ),
+            default=0,
+        )
+
+    def _host(self, placement: Placement, owners: Sequence[int]) -> HostLedger:
+        terms = self._terms(placement, owners, range(self.shape.blocks))
         blocks = [layer for layer in range(self.shape.blocks) if owners[layer] == HOST]
         output = self.weights.output_bytes if owners[-1] == HOST else 0
         output += self.weights.repacked_bytes if terms.alone else 0
@@ -128,19 +172,31 @@ class MemoryModel:
             checkpoints_bytes=self.checkpoint_bytes(placement) * placement.context_checkpoints * placement.parallel,
         )
 
-    def _terms(self, placement: Placement, owners: Sequence[int]) -> GraphTerms:
-        on_host = [layer for layer in range(self.shape.blocks) if owners[layer] == HOST]
-        in_ram = self._expert_layers_in_ram(placement, owners)
-        kinds = {cache.window: cells_of(cache, placement) for cache in self.caches if cache.key}
+    def _terms(self, placement: Placement, owners: Sequence[int], computed: Collection[int]) -> GraphTerms:
+        """What the graph of whoever computes these layers depends on."""
+        on_host = [layer for layer in computed if owners[layer] == HOST] if self.family.host_copies else []
+        in_ram = [layer for layer in self._expert_layers_in_ram(placement, owners) if layer in computed]
+        # Layers that RAM computes itself need no mask on a device.
+        masked = computed if self.family.host_copies else [layer for layer in computed if owners[layer] != HOST]
+        masked = range(self.shape.blocks) if len(computed) == self.shape.blocks else masked
+        kinds = {cache.window: cells_of(cache, placement) for cache in self._caches_of(masked) if cache.key}
         blocks = self.weights.blocks
         return GraphTerms(
             cells=sum(kinds.values()) if self.family.causal else placement.graph_tokens,
             expert_copy_bytes=max((blocks[layer].largest_expert_bytes for layer in in_ram), default=0),
             tensor_copy_bytes=max((blocks[layer].largest_dense_bytes for layer in on_host), default=0),
-            cache_copy_bytes=max((self._layer_cache_bytes(placement, layer) for layer in on_host), default=0),
-            expert_pair_bytes=self._expert_pair_bytes(in_ram),
-            alone=len(on_host) == self.shape.blocks and owners[-1] == HOST,
+            down_copy_bytes=max((blocks[layer].largest_down_bytes for layer in on_host), default=0),
+            cache_copy_bytes=self._cache_copy_bytes(placement, on_host),
+            expert_pair_bytes=self._expert_pair_bytes(set(in_ram).difference(on_host)),
+            state_bytes=max((self.state_bytes(placement, [layer]) for layer in computed), default=0),
+            alone=all(owner == HOST for owner in owners),
+            has_host_layers=any(owners[layer] == HOST for layer in computed),
+            is_pipelined=len(set(owners)) > 1 and HOST not in owners and not placement.cpu_moe_layers,
         )
+
+    def _cache_copy_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
+        largest = max((self._layer_cache_bytes(placement, layer) for layer in layers), default=0)
+        return round(largest * self.family.host_copies)
 
     def _layer_cache_bytes(self, placement: Placement, layer: int) -> int:
         return self.kv_bytes(placement, [layer]) + self.state_bytes(placement, [layer])
@@ -150,7 +206,7 @@ class MemoryModel:
             layer for layer in range(self.shape.blocks) if layer < placement.cpu_moe_layers or owners[layer] == HOST
         ]
 
-    def _expert_pair_bytes(self, in_ram: Sequence[int]) -> int:
+    def _expert_pair_bytes(self, in_ram: Collection[int]) -> int:
         attention = next((layer for layer, cache in enumerate(self.caches) if cache.key), 0)
         if not self.family.hybrid or attention - 1 not in in_ram or attention not in in_ram:
             return 0

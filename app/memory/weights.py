@@ -10,6 +10,7 @@ from app.memory.shape import ModelShape
 
 _BLOCK = re.compile(r"(?:^|\.)blk\.(\d{1,9})\.")
 _EXPERT = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
+_DOWN = re.compile(r"\.ffn_down\.")
 _INPUT = re.compile(r"(?:token_embd(?:_norm)?|position_embd|token_types|per_layer_token_embd)\.")
 # Types that ggml-cpu repacks on x86 (ggml/src/ggml-cpu/repack.cpp).
 _REPACKED = frozenset(
@@ -19,11 +20,15 @@ _REPACKED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """Bytes of one block; the largest tensors are what is copied at once when a device computes what lies in RAM."""
+    """Bytes of one block; the largest tensors are what is copied at once when a device computes what lies in RAM.
+
+    ``largest_dense_bytes`` leaves out the down matrix, which is copied when most activations are gone.
+    """
 
     dense_bytes: int = 0
     experts_bytes: int = 0
     largest_dense_bytes: int = 0
+    largest_down_bytes: int = 0
     largest_expert_bytes: int = 0
 
 
@@ -76,6 +81,14 @@ def read_weights(shape: ModelShape, *, causal: bool) -> ModelWeights:
 
 
 def _sum_block(tensors: list[TensorInfo]) -> BlockWeights:
-    experts = [tensor.size_bytes for tensor in tensors if _EXPERT.search(tensor.name)]
-    dense = [tensor.size_bytes for tensor in tensors if not _EXPERT.search(tensor.name)]
-    return BlockWeights(sum(dense), sum(experts), max(dense, default=0), max(experts, default=0))
+    experts, down, others = [0], [0], [0]
+    for tensor in tensors:
+        kind = experts if _EXPERT.search(tensor.name) else down if _DOWN.search(tensor.name) else others
+        kind.append(tensor.size_bytes)
+    return BlockWeights(
+        dense_bytes=sum(down) + sum(others),
+        experts_bytes=sum(experts),
+        largest_dense_bytes=max(others),
+        largest_down_bytes=max(down),
+        largest_expert_bytes=max(experts),
+    )

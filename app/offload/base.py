@@ -8,7 +8,8 @@ from app.memory import KVType, MemoryModel, Placement
 from app.offload.wish import Wish
 
 _DEFAULT_CONTEXT = 8192
-_UBATCH = 512
+DEVICE_UBATCH = 512
+"""Tokens that a device computes at once; more cost memory and cut the number of copies from RAM."""
 _DEVICE_BATCH = 2048
 # 4 % slower prefill than 512 on two cores, and a cancelled request is let go four times sooner.
 _CPU_BATCH = 128
@@ -77,7 +78,7 @@ def _batches(machine: Machine, wish: Wish, context: int) -> tuple[int, int]:
     """An embedding needs its whole text in one ubatch; on a CPU a batch is what a cancelled request waits for."""
     if wish.embedding:
         return context, context
-    return (_DEVICE_BATCH, _UBATCH) if machine.devices else (_CPU_BATCH, _CPU_BATCH)
+    return (_DEVICE_BATCH, DEVICE_UBATCH) if machine.devices else (_CPU_BATCH, _CPU_BATCH)
 
 
 def _flash_attention(model: MemoryModel, machine: Machine) -> bool:

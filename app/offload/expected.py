@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.memory import MemoryLedger, MemoryModel, Placement
+from app.memory import HostLedger, MemoryLedger, MemoryModel, Placement
 
 _RAM_BYTES_PER_SECOND = 40e9
 _RAM_ALONE_BYTES_PER_SECOND = 20e9
 _VRAM_BYTES_PER_SECOND = 300e9
 _HOP_SECONDS = 20e-6
+# What a device copies from RAM for each ubatch, and computes; what one core computes.
+_COPY_BYTES_PER_SECOND = 12.5e9
+_DEVICE_FLOPS = 25e12
+_CORE_FLOPS = 40e9
 _CACHE_FILLED = 0.5
 
 
@@ -45,6 +49,22 @@ def expect(model: MemoryModel, placement: Placement, ledger: MemoryLedger) -> Ex
         basis += f", {device_bytes / 1e6:,.0f} MB from devices at {_VRAM_BYTES_PER_SECOND / 1e9:.0f} GB/s"
     return Expected(
         decode_tokens_per_second=round(1 / seconds, 1) if seconds > 0 else None,
-        prompt_tokens_per_second=None,
-        basis=basis + ", bandwidths assumed",
+        prompt_tokens_per_second=_prompt_rate(model, placement, host, share),
+        basis=basis + ", bandwidths and compute assumed",
     )
+
+
+def _prompt_rate(model: MemoryModel, placement: Placement, host: HostLedger, share: float) -> float | None:
+    """A long prompt multiplies each weight in use once per token, and copies what lies in RAM once per ubatch."""
+    used = sum(
+        tensor.elements * (share if "_exps" in tensor.name else 1.0)
+        for tensor in model.shape.facts.tensors
+        if tensor.name.startswith("blk.")
+    )
+    if placement.gpu_layers:
+        copied = max(0, host.weights_bytes - model.weights.input_bytes) + host.experts_bytes
+        tokens = placement.graph_tokens
+        seconds = copied / _COPY_BYTES_PER_SECOND + 2 * used * tokens / _DEVICE_FLOPS
+    else:
+        tokens, seconds = 1, 2 * used / (_CORE_FLOPS * placement.threads)
+    return round(tokens / seconds, 1) if seconds > 0 else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from app.gguf import ModelFacts
 from app.hardware import Machine
-from app.memory import MemoryLedger, Placement
+from app.memory import Correction, MemoryLedger, Placement
 from app.offload.expected import Expected
+from app.offload.verified import Verified
 from app.offload.wish import Wish
 
 _MIB = 1 << 20
@@ -27,7 +28,11 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class OffloadPlan:
-    """How a model will be run on a machine; sizes in bytes."""
+    """How a model will be run on a machine; sizes in bytes.
+
+    ``correction`` is what the formulas were corrected by; ``verified`` is the engine's own word on these flags, and
+    ``finding`` says why there is none after it was asked.
+    """
 
     model: ModelFacts
     machine: Machine
@@ -37,6 +42,9 @@ class OffloadPlan:
     reasons: tuple[Reason, ...]
     wish: Wish
     mmproj: ModelFacts | None = None
+    correction: Correction = field(default_factory=Correction)
+    verified: Verified | None = None
+    finding: str | None = None
 
     def document(self, *, argv: Sequence[str] = ()) -> dict[str, Any]:
         """The plan as JSON; ``left_bytes`` is what remains after the reserve."""
@@ -47,7 +55,7 @@ class OffloadPlan:
             "memory": {"devices": self._devices(), "host": self._host()},
             "expected": asdict(self.expected),
             "reasons": [asdict(reason) for reason in self.reasons],
-            "verified": None,
+            "verified": self._verified(),
             "argv": list(argv),
         }
 
@@ -104,6 +112,11 @@ class OffloadPlan:
         host = self.memory.host
         left = self.machine.ram_available_bytes - self.wish.ram_reserve_bytes - host.total_bytes
         return asdict(host) | {"total_bytes": host.total_bytes, "left_bytes": left}
+
+    def _verified(self) -> dict[str, Any] | None:
+        if self.verified is None:
+            return None
+        return self.verified.document(self.memory, mmproj_on_host=self.placement.mmproj_on == "host")
 
     def _model_line(self) -> str:
         model = self.model

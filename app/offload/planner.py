@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from app.errors import DoesNotFit
 from app.gguf import ModelFacts
 from app.hardware import Machine
-from app.memory import KVType, MemoryModel, Placement
+from app.memory import REGISTRY, Correction, Family, KVType, MemoryModel, Placement
 from app.offload.base import base_placement, cache_types
 from app.offload.devices import DeviceSearch
 from app.offload.expected import expect
@@ -17,18 +18,34 @@ from app.offload.reasons import explain
 from app.offload.wish import Wish
 
 
-def plan_offload(facts: ModelFacts, machine: Machine, wish: Wish, *, mmproj: ModelFacts | None = None) -> OffloadPlan:
+def plan_offload(
+    facts: ModelFacts,
+    machine: Machine,
+    wish: Wish,
+    *,
+    mmproj: ModelFacts | None = None,
+    correction: Correction | None = None,
+    families: Mapping[str, Family] = REGISTRY,
+) -> OffloadPlan:
     """Choose every placement flag for ``facts`` on ``machine``.
 
     Order: all on the devices; else experts of the fewest layers in RAM; else fewer layers. Context and parallel
-    requests are kept or refused. Raises DoesNotFit with the numbers, ModelFileError for an impossible header.
+    requests are kept or refused. ``correction`` is what the engine is known to count differently. Raises DoesNotFit
+    with the numbers, ModelFileError for an impossible header.
     """
-    model = MemoryModel(facts, mmproj=mmproj)
+    model = MemoryModel(facts, mmproj=mmproj, correction=correction, families=families)
     search = DeviceSearch.over(model, machine.devices, reserve_bytes=wish.vram_reserve_bytes)
     placement = _Planner(model, machine, wish, search).place()
-    ledger = search.ledger(placement)
+    return plan_of(model, machine, wish, placement, mmproj=mmproj)
+
+
+def plan_of(
+    model: MemoryModel, machine: Machine, wish: Wish, placement: Placement, *, mmproj: ModelFacts | None = None
+) -> OffloadPlan:
+    """A placement with its bytes, its reasons and what to expect of it."""
+    ledger = model.ledger(placement, device_names=[device.name for device in machine.devices])
     return OffloadPlan(
-        model=facts,
+        model=model.shape.facts,
         machine=machine,
         placement=placement,
         memory=ledger,
@@ -36,7 +53,11 @@ def plan_offload(facts: ModelFacts, machine: Machine, wish: Wish, *, mmproj: Mod
         reasons=explain(model, machine, wish, placement),
         wish=wish,
         mmproj=mmproj,
+        correction=model.correction,
     )
+
+
+_LARGER_UBATCHES = (2048, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +78,7 @@ class _Planner:
         chosen = self._choose_cache_type(base)
         if self.wish.require_gpu and not chosen.gpu_layers:
             raise self._refuse(replace(chosen, gpu_layers=1, cpu_moe_layers=self.model.shape.blocks), "require_gpu")
+        chosen = self._with_larger_ubatch(chosen)
         return fit_caches(self.model, chosen, self.search.ledger(chosen), budget_bytes=self.ram_budget_bytes)
 
     def _check_devices(self) -> None:
@@ -92,6 +114,20 @@ class _Planner:
             if beside is not None and _notch(beside) == _notch(placed):
                 return beside
         return replace(placed, mmproj_on="host")
+
+    def _with_larger_ubatch(self, placement: Placement) -> Placement:
+        """What is left on the devices and too little for another layer makes long prompts faster.
+
+        With large batches the devices compute what lies in RAM too, and copy it once for each ubatch.
+        """
+        copies = placement.cpu_moe_layers or placement.gpu_layers < self.model.all_layers
+        if not placement.gpu_layers or not copies or self.wish.embedding:
+            return placement
+        for ubatch in _LARGER_UBATCHES:
+            larger = self.search.place(replace(placement, ubatch=ubatch))
+            if larger is not None and self._in_ram(larger):
+                return larger
+        return placement
 
     def _on_devices(self, base: Placement) -> Placement | None:
         """The best placement, or exactly the wished one, or None when that does not fit."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from app.hardware import Machine
 from app.memory import MemoryModel, Placement
+from app.offload.base import DEVICE_UBATCH
 from app.offload.plan import Reason
 from app.offload.wish import Wish
 
@@ -28,6 +29,8 @@ def _about_model(model: MemoryModel) -> Iterator[Reason]:
             model.shape.architecture,
             "not known here: generic formulas were used, the engine's own accounting has to confirm them",
         )
+    if not model.correction.is_none:
+        yield Reason("correction", model.correction.describe(), "as this engine was found to count this model")
 
 
 def _about_layers(model: MemoryModel, machine: Machine, wish: Wish, placement: Placement) -> Iterator[Reason]:
@@ -97,6 +100,8 @@ def _about_requests(model: MemoryModel, machine: Machine, wish: Wish, placement:
     else:
         why = "on a CPU a cancelled request still finishes its batch, so that is kept short"
     yield Reason("batch", str(placement.batch), why)
+    if machine.devices and placement.ubatch > DEVICE_UBATCH and not wish.embedding:
+        why = "what is left on the device is too little for another layer, and makes long prompts faster"
     yield Reason("ubatch", str(placement.ubatch), why)
     yield Reason("threads", str(placement.threads), "physical cores that this process may use")
 

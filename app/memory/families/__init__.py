@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from app.memory.families import attention, encoder, hybrid, latent, sliding
 from app.memory.families.family import Family, LayerCache
 
-__all__ = ["Family", "LayerCache", "family_of"]
+__all__ = ["REGISTRY", "Family", "LayerCache", "family_of"]
 
-_REGISTRY: Mapping[str, Family] = {
+REGISTRY: Mapping[str, Family] = {
     architecture: family
     for family in (
         attention.FAMILY,
@@ -22,6 +22,6 @@ _REGISTRY: Mapping[str, Family] = {
 }
 
 
-def family_of(architecture: str) -> Family:
+def family_of(architecture: str, registry: Mapping[str, Family] = REGISTRY) -> Family:
     """The formulas of an architecture; ``known`` is False when they are only the generic ones."""
-    return _REGISTRY.get(architecture, attention.UNKNOWN)
+    return registry.get(architecture, attention.UNKNOWN)

@@ -23,7 +23,9 @@ class Family:
     """Formulas of a group of architectures.
 
     ``layer_caches`` has one entry per layer, draft-head blocks left out. The rest are terms of the compute buffer:
-    ``extra_rows`` rows of the embedding width beyond the usual ones, ``expert_rows`` intermediate rows per used expert.
+    ``extra_rows`` rows of the embedding width beyond the usual ones, ``expert_rows`` intermediate rows per used expert,
+    ``scans`` says that recurrent layers are state-space scans, wider than attention. ``host_copies`` is how many times
+    K and V of a layer in RAM are on the device that computes it; with 0 such layers are computed in RAM.
     """
 
     name: str
@@ -34,6 +36,8 @@ class Family:
     extra_rows: int = 0
     expert_rows: int = 3
     hybrid: bool = False
+    scans: bool = False
+    host_copies: float = 1.0
 
 
 def attention_cache(shape: ModelShape, layer: int, *, window: int = 0) -> LayerCache:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from app.memory.families.family import Family, LayerCache, attention_cache
 from app.memory.families.latent import latent_cache
 from app.memory.shape import ModelShape
@@ -78,18 +80,34 @@ def _mamba_state(shape: ModelShape) -> int:
     return convolution + state * inner
 
 
+_DELTA_NET = Family(
+    "gated delta net", frozenset({"qwen3next", "qwen35"}), _interval_caches, hybrid=True, host_copies=1.5
+)
+_SCAN = Family("state space", frozenset({"mamba", "mamba2"}), _mamba_caches, hybrid=True, scans=True, host_copies=0)
+
 FAMILIES = (
-    Family("gated delta net", frozenset({"qwen3next", "qwen35"}), _interval_caches, hybrid=True),
-    Family("gated delta net", frozenset({"qwen35moe"}), _interval_caches, hybrid=True, extra_rows=1),
-    Family("state space", frozenset({"mamba", "mamba2"}), _mamba_caches, hybrid=True),
-    Family(
-        "state space and attention",
-        frozenset({"jamba", "granitehybrid", "nemotron_h", "nemotron_h_moe", "plamo2"}),
-        _by_heads_caches,
-        hybrid=True,
+    _DELTA_NET,
+    replace(_DELTA_NET, architectures=frozenset({"qwen35moe"}), extra_rows=1),
+    _SCAN,
+    replace(
+        _SCAN,
+        name="state space and attention",
+        architectures=frozenset({"jamba", "granitehybrid", "nemotron_h", "nemotron_h_moe", "plamo2"}),
+        layer_caches=_by_heads_caches,
     ),
-    Family("state space beside attention", frozenset({"falcon-h1"}), _parallel_caches, hybrid=True),
-    Family("short convolution", frozenset({"lfm2", "lfm2moe"}), _short_convolution_caches, hybrid=True),
+    replace(
+        _SCAN,
+        name="state space beside attention",
+        architectures=frozenset({"falcon-h1"}),
+        layer_caches=_parallel_caches,
+    ),
+    Family(
+        "short convolution",
+        frozenset({"lfm2", "lfm2moe"}),
+        _short_convolution_caches,
+        hybrid=True,
+        host_copies=0,
+    ),
     Family("rwkv", frozenset({"rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}), _rwkv_caches, hybrid=True),
     Family("delta attention", frozenset({"kimi-linear"}), _delta_caches, hybrid=True),
 )

@@ -1,0 +1,164 @@
+"""uvicorn's HTTP protocol with what it lacks at the door of a public service: bounds and a deadline for the head of a
+request, errors in the shape of the API, whole answers for HTTP/1.0, and a disconnect that pipelining does not hide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from app.errors import GatewayError, RequestError, RequestTimeout
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_URL_BYTES = 8 << 10
+
+
+class HeadTooLarge(RequestError):
+    """The headers are over MAX_HEAD_BYTES."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class UrlTooLong(RequestError):
+    """The URL is over MAX_URL_BYTES."""
+
+    status = 414
+    code = "url_too_long"
+
+
+class _UntilClose(int):
+    """A content length that the end of the connection tells: never exceeded and never short."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _UntilClose:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+class GatewayProtocol(HttpToolsProtocol):
+    """One connection. Its head state is written by the parser's callbacks, which run on the loop's thread."""
+
+    head_seconds = 10.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._running: RequestResponseCycle | None = None
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client has connected; its first request must come in time."""
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone: tell the request that runs, not only the last one that was read."""
+        self._disarm()
+        if self._running is not None and self._is_answering():
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(HeadTooLarge(f"The head of the request is over {MAX_HEAD_BYTES} bytes."))
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        super().on_message_begin()
+        self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        """The head is whole: its deadline is met."""
+        self._in_head = False
+        self._disarm()
+        if len(self.url) > MAX_URL_BYTES:
+            self._refuse(UrlTooLong(f"The URL is over {MAX_URL_BYTES} bytes."))
+            return
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            # Such a client does not know chunks: the answer ends where the connection does.
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = _UntilClose()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body, unless its request has been refused."""
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The end of the request, unless it has been refused."""
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Bytes that are no HTTP request, or one that could be read in two ways."""
+        self._refuse(RequestError("This is not a valid HTTP/1.1 request."))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _expect_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        self._disarm()
+        self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if self._is_answering():
+            # A request sent behind one that still runs waits for its turn anyway.
+            self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
+            return
+        self._refuse(RequestTimeout(f"The head of the request did not arrive within {self.head_seconds:.0f} s."))
+
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def _disarm(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: GatewayError) -> None:
+        """Answer without the application, and close; into an answer that still runs nothing may be written."""
+        self._disarm()
+        if self.transport.is_closing():
+            return
+        if self._running is not None and self._is_answering():
+            # What it still wants to send goes nowhere.
+            self._running.disconnected = True
+            self._running.message_event.set()
+            if self._running.response_started:
+                self.transport.close()
+                return
+        body = orjson.dumps(error.body())
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            "x-request-id": uuid.uuid4().hex,
+            **error.headers(),
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + b"\r\n" + body)
+        self.transport.close()

@@ -1,0 +1,106 @@
+"""Slots of every model, leased to one request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from app.metrics import Metrics
+from app.scheduler.demand import Demand, Rules
+from app.scheduler.queue import Queue, too_many_slots
+from app.scheduler.turns import Waiter
+
+_ANY = Demand()
+_NO_RULES = Rules()
+
+
+class Lease:
+    """``slots`` slots of one model, held until the ``async with`` ends."""
+
+    def __init__(self, model_id: str, queue: Queue, waiter: Waiter, *, waited_seconds: float) -> None:
+        self.model_id = model_id
+        self.slots = waiter.slots
+        self.waited_seconds = waited_seconds
+        self.is_prefilled = False
+        self._queue = queue
+        self._waiter = waiter
+
+    def prefilled(self) -> None:
+        """The prompt is read, the first token is there; idempotent."""
+        if not self.is_prefilled:
+            self.is_prefilled = True
+            self._queue.prefilled(self._waiter)
+
+    def used(self, *, prompt_tokens: int, answer_tokens: int) -> None:
+        """What it came to; once, at the end: the key pays for this instead of for what was reserved."""
+        self._queue.settle(self._waiter, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+
+
+class Scheduler:
+    """One queue per model; keys share by weight, requests of one key keep their order."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._queues: dict[str, Queue] = {}
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        model_id: str,
+        *,
+        key: str,
+        capacity: int,
+        max_queue: int,
+        slots: int = 1,
+        demand: Demand = _ANY,
+        rules: Rules = _NO_RULES,
+    ) -> AsyncIterator[Lease]:
+        """Wait for ``slots`` of the engine's ``capacity``.
+
+        Raises Overloaded when ``max_queue`` wait already or the key has its share of the queue, Unavailable when the
+        deadline of the request passes.
+        """
+        if slots > capacity:
+            raise too_many_slots(capacity)
+        queue = self._queue(model_id)
+        queue.resize(capacity, rules)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            waiter = await queue.acquire(
+                key, slots=slots, demand=demand, max_queue=max_queue, on_change=lambda: self._show(model_id, queue)
+            )
+            lease = Lease(model_id, queue, waiter, waited_seconds=loop.time() - started)
+            self._metrics.queue_wait.labels(model_id).observe(lease.waited_seconds)
+            try:
+                self._show(model_id, queue)
+                yield lease
+            finally:
+                queue.release(waiter, is_prefilled=lease.is_prefilled)
+        finally:
+            self._show(model_id, queue)
+
+    def observe(
+        self, model_id: str, *, prompt_tokens_per_second: float | None, answer_tokens_per_second: float | None
+    ) -> None:
+        """Learn how fast the model is from one of its answers."""
+        self._queue(model_id).pace.observe(
+            prompt_tokens_per_second=prompt_tokens_per_second, answer_tokens_per_second=answer_tokens_per_second
+        )
+
+    def in_flight(self, model_id: str) -> int:
+        """Slots leased now."""
+        return self._queue(model_id).busy
+
+    def waiting(self, model_id: str) -> int:
+        """Requests that wait for a slot now."""
+        return self._queue(model_id).waiting
+
+    def _queue(self, model_id: str) -> Queue:
+        return self._queues.setdefault(model_id, Queue())
+
+    def _show(self, model_id: str, queue: Queue) -> None:
+        self._metrics.queue_depth.labels(model_id).set(queue.waiting)
+        self._metrics.slots.labels(model_id, "busy").set(queue.busy)
+        self._metrics.slots.labels(model_id, "idle").set(max(0, queue.capacity - queue.busy))

@@ -1,0 +1,236 @@
+"""The order of loads: one after the other, each with a plan for what is free then, room made first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from app.backends import LocalBackend
+from app.config import MemoryConfig, ModelConfig
+from app.errors import DoesNotFit
+from app.eviction import Evict, Go, Resident, SharingRules, Wait, as_good, choose
+from app.gguf import ModelFacts, read_header
+from app.hardware import Machine
+from app.metrics import Metrics
+from app.offload import OffloadPlan, plan_offload
+from app.supervisor.holdings import Holding, left_over
+from app.supervisor.planning import planned_parts, wish_for
+from app.supervisor.signals import NoLongerWanted
+from app.supervisor.unit import Unit
+
+_log = logging.getLogger(__name__)
+
+# Memory of a stopped engine comes back late on some drivers; after this the plan takes what there is.
+_RETURN_SECONDS = 10.0
+_RETURN_PAUSE_SECONDS = 0.5
+_LOOK_PAUSE_SECONDS = 0.05
+
+MakeBackend = Callable[[ModelConfig, OffloadPlan], LocalBackend]
+
+
+class Loader:
+    """Loads units one after the other. ``memory`` is replaced at a reload."""
+
+    def __init__(
+        self,
+        units: Callable[[], Iterable[Unit]],
+        *,
+        memory: MemoryConfig,
+        probe: Callable[[], Machine],
+        make_backend: MakeBackend,
+        metrics: Metrics,
+    ) -> None:
+        self.memory = memory
+        self._units = units
+        self._probe = probe
+        self._make_backend = make_backend
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self._looked: tuple[frozenset[str], float, Machine] | None = None
+        self._bell: asyncio.Future[None] = self._loop.create_future()
+
+    def ring(self) -> None:
+        """Something changed that a waiting load may depend on."""
+        bell, self._bell = self._bell, self._loop.create_future()
+        if not bell.done():
+            bell.set_result(None)
+
+    async def load(self, unit: Unit) -> LocalBackend:
+        """The unit's engine, ready.
+
+        Raises EngineDied, SetupError (DoesNotFit …), UpstreamFailed, NoLongerWanted.
+        """
+        async with self._turn:
+            self._looked = None
+            unit.plan = await self._make_room(unit)
+            return await self._load(unit, unit.plan)
+
+    async def preview(self, unit: Unit) -> OffloadPlan:
+        """The plan by which the unit would be loaded now with nobody stopped; raises DoesNotFit."""
+        machine = await asyncio.to_thread(self._probe)
+        return await asyncio.to_thread(self._plan, unit.model, self._left_over(machine, self._holdings(unit)))
+
+    async def fits_beside(self, unit: Unit) -> bool:
+        """Whether the unit could be loaded now with nobody stopped."""
+        try:
+            await self.preview(unit)
+        except DoesNotFit:
+            return False
+        return True
+
+    async def _load(self, unit: Unit, plan: OffloadPlan) -> LocalBackend:
+        for line in plan.summary():
+            _log.info("%s", line)
+        backend = unit.loading = self._make_backend(unit.model, plan)
+        try:
+            await backend.start()
+        except BaseException:
+            await backend.close()
+            unit.plan, unit.lost_plan = None, plan
+            raise
+        finally:
+            unit.loading = None
+        self._show_memory(unit.model, backend)
+        return backend
+
+    def _plan(self, model: ModelConfig, machine: Machine, facts: ModelFacts | None = None) -> OffloadPlan:
+        facts = facts or read_header(model.path)
+        return plan_offload(facts, machine, wish_for(model, self.memory, facts))
+
+    async def _make_room(self, unit: Unit) -> OffloadPlan:
+        """A plan that fits what is free now, after others were stopped if need be; raises DoesNotFit."""
+        hoped, give_up_at = unit.lost_plan, self._loop.time() + _RETURN_SECONDS
+        facts = await asyncio.to_thread(read_header, unit.model.path)
+        while True:
+            holders = self._holders(unit)
+            try:
+                decision = await self._decide(unit, facts)
+            except DoesNotFit as error:
+                if self._holders(unit) != holders:
+                    continue  # somebody left while we looked
+                if not await self._comes_back(hoped is not None, give_up_at):
+                    if self._holdings(unit) and not unit.may_evict:
+                        raise NoLongerWanted from error
+                    raise
+                self._require_wanted(unit)
+                continue
+            if isinstance(decision, Go):
+                if hoped is None or as_good(decision.plan, hoped) or self._loop.time() >= give_up_at:
+                    self._require_wanted(unit)
+                    return decision.plan
+                await self._ring_or(_RETURN_PAUSE_SECONDS)
+                continue
+            self._require_wanted(unit)
+            if isinstance(decision, Wait):
+                # A busy model rings with each request that ends; one look per pause is enough.
+                await asyncio.sleep(_LOOK_PAUSE_SECONDS)
+                await self._ring_or(max(0.0, decision.seconds - _LOOK_PAUSE_SECONDS))
+            elif await self._evict(unit, decision.model_ids):
+                hoped, give_up_at = decision.hoped, self._loop.time() + _RETURN_SECONDS
+
+    async def _decide(self, unit: Unit, facts: ModelFacts) -> Go | Evict | Wait:
+        holdings = self._holdings(unit)
+        machine = await self._look(self._holders(unit))
+        residents = self._residents(unit) if unit.may_evict else []
+        waited_seconds = unit.waited_seconds() if unit.waiting else self.rules.max_wait
+        plans: dict[frozenset[str], OffloadPlan | DoesNotFit] = {}
+
+        def plan_without(gone: frozenset[str]) -> OffloadPlan:
+            if gone not in plans:
+                try:
+                    plans[gone] = self._plan(unit.model, self._left_over(machine, holdings, gone), facts)
+                except DoesNotFit as error:
+                    plans[gone] = error
+            plan = plans[gone]
+            if isinstance(plan, DoesNotFit):
+                raise plan
+            return plan
+
+        return await asyncio.to_thread(choose, plan_without, residents, waited_seconds=waited_seconds, rules=self.rules)
+
+    async def _look(self, holders: frozenset[str]) -> Machine:
+        """The machine now; asked again only when others hold memory than at the last look, or after a while."""
+        now = self._loop.time()
+        if self._looked is None or self._looked[0] != holders or now - self._looked[1] >= _RETURN_PAUSE_SECONDS:
+            self._looked = (holders, now, await asyncio.to_thread(self._probe))
+        return self._looked[2]
+
+    @property
+    def rules(self) -> SharingRules:
+        """How models take turns."""
+        return SharingRules(
+            min_residency=self.memory.min_residency,
+            linger=min(1.0, self.memory.min_residency),
+            max_wait=self.memory.max_swap_wait,
+        )
+
+    def _left_over(self, machine: Machine, holdings: Sequence[Holding], gone: frozenset[str] = frozenset()) -> Machine:
+        limit = self.memory.ram_limit
+        return left_over(
+            machine,
+            holdings,
+            without=gone,
+            ram_limit_bytes=None if limit is None else int(limit),
+            ram_reserve_bytes=int(self.memory.ram_reserve),
+        )
+
+    async def _evict(self, unit: Unit, keys: frozenset[str]) -> bool:
+        """Stop these units, those in use after a drain; False when nobody wants the room any more."""
+        going = [each for each in self._units() if each.key in keys]
+        names = ", ".join(each.model.id for each in going)
+        _log.info("model %s: stopping %s to make room", unit.model.id, names)
+        stops = [asyncio.create_task(each.stop()) for each in going]
+        try:
+            while not all(stop.done() for stop in stops):
+                if not unit.is_wanted:
+                    return False
+                await asyncio.wait([*stops, self._bell], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for stop in stops:
+                stop.cancel()
+            await asyncio.gather(*stops, return_exceptions=True)
+        for each in going:
+            self._metrics.evictions.labels(each.model.id).inc()
+        return True
+
+    async def _comes_back(self, evicted: bool, give_up_at: float) -> bool:
+        """Wait a little for memory that is on its way back; False when none is."""
+        if any(unit.is_leaving and unit.loading is None for unit in self._units()):
+            await self._ring_or(_RETURN_PAUSE_SECONDS)
+            return True
+        if evicted and self._loop.time() < give_up_at:
+            await self._ring_or(_RETURN_PAUSE_SECONDS)
+            return True
+        return False
+
+    async def _ring_or(self, seconds: float) -> None:
+        await asyncio.wait([self._bell], timeout=seconds)
+
+    def _require_wanted(self, unit: Unit) -> None:
+        if not unit.is_wanted:
+            raise NoLongerWanted
+
+    def _holders(self, unit: Unit) -> frozenset[str]:
+        return frozenset(other.key for other in self._units() if other is not unit and other.plan is not None)
+
+    def _holdings(self, unit: Unit) -> list[Holding]:
+        return [
+            Holding.of(other.key, other.plan, counted_bytes=other.anonymous_bytes())
+            for other in self._units()
+            if other is not unit and other.plan is not None
+        ]
+
+    def _residents(self, unit: Unit) -> list[Resident]:
+        return [other.resident() for other in self._units() if other is not unit and other.plan is not None]
+
+    def _show_memory(self, model: ModelConfig, backend: LocalBackend) -> None:
+        for device, part, size_bytes in planned_parts(backend.plan):
+            self._metrics.planned_memory.labels(model.id, device, part).set(size_bytes)
+        for buffer in backend.measured.buffers:
+            self._metrics.measured_memory.labels(model.id, buffer.device, buffer.kind).set(buffer.size_bytes)
+        self._metrics.offloaded_layers.labels(model.id, "planned").set(backend.plan.placement.gpu_layers)
+        actual = backend.measured.layers_offloaded if backend.plan.machine.devices else 0
+        if actual is not None:
+            self._metrics.offloaded_layers.labels(model.id, "actual").set(actual)

@@ -1,0 +1,40 @@
+"""What the configuration asks of the planner, and what a plan gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from app.config import MemoryConfig, ModelConfig
+from app.gguf import ModelFacts
+from app.offload import OffloadPlan, Wish
+
+
+def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wish:
+    """What the configuration asks of the planner."""
+    return Wish(
+        context=requested_context(model, facts),
+        parallel=model.parallel,
+        kv_cache=model.kv_cache,
+        gpu_layers=model.gpu_layers,
+        cpu_moe_layers=model.cpu_moe_layers,
+        vram_reserve_bytes=int(memory.vram_reserve),
+        ram_reserve_bytes=int(memory.ram_reserve),
+        require_gpu=model.require_gpu,
+    )
+
+
+def requested_context(model: ModelConfig, facts: ModelFacts) -> int:
+    """Tokens per request: as configured, else the default as far as the model was trained for it."""
+    if model.context is not None:
+        return model.context
+    return min(model.default_context, facts.context_trained or model.default_context)
+
+
+def planned_parts(plan: OffloadPlan) -> Iterator[tuple[str, str, int]]:
+    """(device, part, bytes) of everything that the plan gives memory to; RAM is the device ``host``."""
+    ledgers = [(ledger.name, asdict(ledger)) for ledger in plan.memory.devices]
+    for device, parts in [*ledgers, ("host", asdict(plan.memory.host))]:
+        for part, size_bytes in parts.items():
+            if part.endswith("_bytes") and size_bytes:
+                yield device, part.removesuffix("_bytes"), size_bytes

@@ -1,0 +1,311 @@
+"""Owns every engine: started on demand, watched, started again, made room for, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from app.backends import LocalBackend
+from app.backends.liveness import Patience
+from app.config import MemoryConfig, ModelCatalog, ModelConfig
+from app.engine.binary import EngineBinary
+from app.engine.process import State
+from app.errors import Draining, ModelNotFound
+from app.gguf import ModelFacts, read_header
+from app.hardware import Machine, probe_machine
+from app.metrics import Metrics
+from app.offload import OffloadPlan
+from app.supervisor.changes import Changes, compare
+from app.supervisor.loader import Loader, MakeBackend
+from app.supervisor.restarts import RestartPolicy
+from app.supervisor.signals import UnitRetired
+from app.supervisor.status import ModelStatus
+from app.supervisor.unit import Unit
+
+_log = logging.getLogger(__name__)
+
+_LOAD_WAIT_SECONDS = 300.0
+# A broken connection is noticed before the death that broke it.
+_DEATH_NOTICED_SECONDS = 1.0
+
+
+class Supervisor:
+    """One unit per model, and the order in which they are loaded."""
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        *,
+        engine: EngineBinary,
+        memory: MemoryConfig,
+        run_dir: Path,
+        metrics: Metrics,
+        environment: Mapping[str, str] = os.environ,
+        patience: Patience | None = None,
+        load_wait_seconds: float = _LOAD_WAIT_SECONDS,
+        records: Path | None = None,
+        instance: str = "",
+        probe: Callable[[], Machine] | None = None,
+        make_backend: MakeBackend | None = None,
+        new_policy: Callable[[], RestartPolicy] = RestartPolicy,
+    ) -> None:
+        self._engine = engine
+        self._run_dir = run_dir
+        self._metrics = metrics
+        self._environment = environment
+        self._patience = patience
+        self._load_wait_seconds = load_wait_seconds
+        self._records = records
+        self._instance = instance
+        self._new_policy = new_policy
+        self._numbers = itertools.count(1)
+        self._is_closing = False
+        self._default: str | None = catalog.default_model
+        # Units that wait to replace the one of their model, and units that were replaced and still answer.
+        self._successors: dict[str, Unit] = {}
+        self._retired: set[Unit] = set()
+        self._chores: set[asyncio.Task[None]] = set()
+        self._units: dict[str, Unit] = {}
+        self._shown: dict[str, State] = {}
+        self._loader = Loader(
+            self._all_units,
+            memory=memory,
+            probe=probe or (lambda: probe_machine(engine.device_list())),
+            make_backend=make_backend or self._local_backend,
+            metrics=metrics,
+        )
+        for model in catalog:
+            self._add(model, read_header(model.path))
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[ModelStatus]:
+        return (unit.status() for unit in self._units.values())
+
+    def status(self, model: ModelConfig) -> ModelStatus:
+        """What is known of this model now."""
+        return self._unit(model).status()
+
+    def backend(self, model: ModelConfig) -> LocalBackend | None:
+        """The model's engine if it is ready."""
+        return self._unit(model).backend
+
+    async def plan(self, model: ModelConfig) -> OffloadPlan:
+        """The plan that its engine runs by, or the one by which it would be loaded now; raises DoesNotFit."""
+        unit = self._unit(model)
+        return unit.plan or await self._loader.preview(unit)
+
+    def log_tail(self, model: ModelConfig, count: int) -> list[str]:
+        """The last lines that the model's engine wrote."""
+        return self._unit(model).log_tail(count)
+
+    # --- who uses it --------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def use(self, model: ModelConfig) -> AsyncIterator[LocalBackend]:
+        """The model's engine, started if need be, and not stopped for another model before the block has ended.
+
+        Raises ModelFailed, ModelLoading, Draining; ModelNotFound when a reload has removed it.
+        """
+        while True:
+            unit = self._unit(model)
+            try:
+                backend = await unit.acquire(wait_seconds=self._load_wait_seconds)
+                break
+            except UnitRetired:
+                self._refuse_when_closing()
+        try:
+            yield backend
+        finally:
+            unit.release()
+
+    async def ready(self, model: ModelConfig) -> LocalBackend:
+        """The model's engine, started if need be; it may be stopped at any time, unlike that of ``use``."""
+        async with self.use(model) as backend:
+            return backend
+
+    async def replaced(self, model: ModelConfig, backend: object) -> None:
+        """Give the death of ``backend`` a moment to be noticed, so that the next ``use`` gets its successor."""
+        await self._unit(model).replaced(backend, within_seconds=_DEATH_NOTICED_SECONDS)
+
+    # --- what an operator asks for ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Load what is configured to be there from the start; nothing is stopped for it."""
+        for unit in list(self._units.values()):
+            if unit.model.preload or unit.model.id == self._default:
+                unit.summon()
+
+    def load(self, model: ModelConfig) -> None:
+        """Load it, whatever its past failures; models that nobody uses make room."""
+        self._refuse_when_closing()
+        self._unit(model).summon(by_operator=True)
+
+    def unload(self, model: ModelConfig) -> None:
+        """Stop it once its requests have ended; the next request loads it again."""
+        self._do(self._unit(model).stop())
+
+    async def apply(self, catalog: ModelCatalog, memory: MemoryConfig) -> Changes:
+        """Go over to another configuration and touch only what differs; raises ModelFileError before anything changes.
+
+        Models that need another engine get it beside the old one where both fit, else after its answers have ended.
+        """
+        known = {name: self._successors.get(name, unit).model for name, unit in self._units.items()}
+        changes = compare(known, catalog)
+        models = {model.id: model for model in catalog}
+        facts = {
+            name: await asyncio.to_thread(read_header, models[name].path)
+            for name in (*changes.added, *changes.restarted)
+        }
+        self._loader.memory = memory
+        self._default = catalog.default_model
+        for name in changes.removed:
+            self._drop_successor(name)
+            self._retire(self._units.pop(name))
+            self._shown.pop(name, None)
+            self._metrics.forget_model(name)
+        for name in changes.adjusted:
+            self._units[name].adopt(models[name])
+            if name in self._successors:
+                self._successors[name].adopt(models[name])
+        for name in changes.added:
+            self._add(models[name], facts[name])
+        for name in changes.restarted:
+            self._replace(models[name], facts[name])
+        self.start()
+        return changes
+
+    async def close(self) -> None:
+        """Stop every engine, side by side."""
+        self._is_closing = True
+        for chore in self._chores:
+            chore.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+        await asyncio.gather(*(unit.retire(drain=False) for unit in self._all_units()))
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _unit(self, model: ModelConfig) -> Unit:
+        self._refuse_when_closing()
+        try:
+            return self._units[model.id]
+        except KeyError:
+            raise ModelNotFound(f"The model {model.id!r} does not exist any more.", param="model") from None
+
+    def _refuse_when_closing(self) -> None:
+        if self._is_closing:
+            raise Draining("The gateway is stopping.", retry_after_seconds=5)
+
+    def _all_units(self) -> list[Unit]:
+        return [*self._units.values(), *self._successors.values(), *self._retired]
+
+    def _add(self, model: ModelConfig, facts: ModelFacts) -> None:
+        self._units[model.id] = self._new_unit(model, facts)
+        self._show(self._units[model.id])
+
+    def _new_unit(self, model: ModelConfig, facts: ModelFacts) -> Unit:
+        return Unit(
+            model,
+            key=f"{model.id}#{next(self._numbers)}",
+            facts=facts,
+            load=self._loader.load,
+            metrics=self._metrics,
+            policy=self._new_policy(),
+            on_change=self._on_change,
+        )
+
+    def _local_backend(self, model: ModelConfig, plan: OffloadPlan) -> LocalBackend:
+        return LocalBackend(
+            plan,
+            self._engine,
+            model_id=model.id,
+            run_dir=self._run_dir,
+            environment=self._environment,
+            extra_args=model.extra_args,
+            patience=self._patience,
+            records=self._records,
+            instance=self._instance,
+        )
+
+    def _show(self, unit: Unit) -> None:
+        """The state of the unit that counts for its model, not of one that was replaced or waits to replace it."""
+        name = unit.model.id
+        if self._units.get(name) is unit and self._shown.get(name) is not unit.state:
+            self._shown[name] = unit.state
+            for each in State:
+                self._metrics.model_state.labels(name, each.value).set(each is unit.state)
+            if unit.state in {State.STOPPED, State.FAILED}:
+                self._metrics.forget_memory(name)
+
+    def _on_change(self, unit: Unit) -> None:
+        self._loader.ring()
+        self._show(unit)
+        if unit.state is State.STOPPED and not unit.is_alive:
+            self._bring_default_back(unit)
+
+    def _bring_default_back(self, stopped: Unit) -> None:
+        """The default model comes back when the last of the others has gone."""
+        default = self._units.get(self._default or "")
+        if default is None or default is stopped or self._is_closing:
+            return
+        if not any(unit.is_alive for unit in self._all_units()):
+            default.summon()
+
+    def _replace(self, model: ModelConfig, facts: ModelFacts) -> None:
+        """Give the model another engine."""
+        self._drop_successor(model.id)
+        old = self._units[model.id]
+        new = self._new_unit(model, facts)
+        if old.is_alive:
+            self._successors[model.id] = new
+            self._do(self._succeed(old, new))
+        else:
+            self._switch(old, new)
+
+    async def _succeed(self, old: Unit, new: Unit) -> None:
+        """Load the new one beside the old if both fit; else, or if that fails, the old one ends first."""
+        was_serving = old.backend is not None
+        if was_serving and await self._loader.fits_beside(new):
+            new.summon()
+            while new.is_alive and not new.is_ready:
+                await new.next_change()
+        if self._successors.get(new.model.id) is not new:
+            return  # another reload came in between
+        self._switch(old, new)
+        if was_serving and not new.is_alive:
+            new.summon()
+
+    def _switch(self, old: Unit, new: Unit) -> None:
+        self._successors.pop(new.model.id, None)
+        self._units[new.model.id] = new
+        self._show(new)
+        self._retire(old)
+
+    def _drop_successor(self, name: str) -> None:
+        if name in self._successors:
+            self._retire(self._successors.pop(name))
+
+    def _retire(self, unit: Unit) -> None:
+        unit.is_retired = True
+        self._retired.add(unit)
+        self._do(self._end(unit))
+
+    async def _end(self, unit: Unit) -> None:
+        await unit.retire(drain=True)
+        self._retired.discard(unit)
+
+    def _do(self, work: Coroutine[None, None, None]) -> None:
+        """A task that belongs to the supervisor: awaited when it closes."""
+        chore = asyncio.create_task(work)
+        self._chores.add(chore)
+        chore.add_done_callback(self._done)
+
+    def _done(self, chore: asyncio.Task[None]) -> None:
+        self._chores.discard(chore)
+        if not chore.cancelled() and (error := chore.exception()) is not None:
+            _log.error("unexpected %r in the supervisor", error)

@@ -1,0 +1,44 @@
+"""Small models that really run: a known shape filled with random numbers of a fixed seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from app.gguf import TENSOR_TYPES, TensorInfo, read_header
+from tests.gguf_writer import Shape, write
+
+_SEED = 7
+
+
+def write_random(path: Path, shape: Shape) -> Path:
+    """Write ``shape``, whose tensors are F32 or F16, with a vocabulary and weights.
+
+    Norms are one and the output is wide, so that the likeliest word stays so whatever a device rounds.
+    """
+    write(path, shape, words=True, extra={"tokenizer.ggml.tokens": _vocabulary(shape.vocabulary)})
+    generator = np.random.default_rng(_SEED)
+    facts = read_header(path)
+    data_bytes = max(tensor.offset + -(-tensor.size_bytes // 32) * 32 for tensor in facts.tensors)
+    with path.open("r+b") as file:
+        for tensor in facts.tensors:
+            file.seek(facts.file_bytes - data_bytes + tensor.offset)
+            file.write(_values(tensor, generator))
+    return path
+
+
+def _vocabulary(count: int) -> list[str]:
+    """An end of text, the 256 bytes as GPT-2 writes them, and words."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [chr(byte) for byte in printable] + [chr(256 + number) for number in range(len(others))]
+    return ["<end>", *characters, *(f"word{number}" for number in range(count - 257))]
+
+
+def _values(tensor: TensorInfo, generator: np.random.Generator) -> bytes:
+    kind = np.dtype("<f4" if TENSOR_TYPES[tensor.type].name == "F32" else "<f2")
+    if len(tensor.shape) == 1 and tensor.name.endswith("norm.weight"):
+        return np.ones(tensor.elements, kind).tobytes()
+    width = 1.0 if tensor.name == "output.weight" else tensor.shape[0] ** -0.5
+    return generator.normal(0, width, tensor.elements).astype(kind).tobytes()

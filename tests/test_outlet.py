@@ -1,0 +1,121 @@
+"""Signs of life for a client that waits, and an end for one that does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import orjson
+import psutil
+import pytest
+
+from app.auth import new_key
+from tests.conftest import MODEL_ID
+from tests.fleet import fake_binary
+from tests.inprocess import Client, InProcess, gateway_in_process
+
+HELLO: list[dict[str, str]] = [{"role": "user", "content": "Hi."}]
+
+
+@asynccontextmanager
+async def served(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, model: Path, switches: dict[str, Any], **fields: Any
+) -> AsyncIterator[InProcess]:
+    """A gateway over the fake engine, with a pulse that tests can wait for."""
+    monkeypatch.setenv("FAKE_SWITCHES", str(folder))
+    (folder / f"{MODEL_ID}.json").write_text(json.dumps(switches))
+    async with gateway_in_process(str(fake_binary(folder)), model, folder, context=4096, **fields) as running:
+        running.gateway.proxy.pulse_seconds = 0.1
+        yield running
+
+
+async def test_a_queued_stream_hears_that_it_is_alive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
+) -> None:
+    async with served(monkeypatch, tmp_path, demo_model, {"chunks": 40, "chunk_interval_seconds": 0.02}) as running:
+        first = await running.send(messages=HELLO, stream=True)
+        await first.until(b"data: ")
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(model=MODEL_ID, messages=HELLO, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        second = await running.send(messages=HELLO, stream=True)
+        third = await running.send(messages=HELLO, stream=True)
+        received = await third.until(b"[DONE]\n\n")
+        for one in (first, second, third):
+            await one.close()
+    assert text
+    assert received.count(b": keep-alive\n\n") >= 2
+    assert received.count(b"HTTP/1.1 200 ") == 1
+    assert received.rindex(b": keep-alive") < received.index(b"data: ")
+
+
+async def test_an_error_after_a_sign_of_life_is_an_event(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
+) -> None:
+    switches = {"chunks": 40, "chunk_interval_seconds": 0.02, "error_event": 30}
+    async with served(monkeypatch, tmp_path, demo_model, switches) as running:
+        first = await running.send(messages=HELLO, stream=True)
+        await first.until(b"data: ")
+        second = await running.send(messages=HELLO, stream=True)
+        await second.until(b": keep-alive\n\n")
+        received = await second.rest()
+        await first.close()
+        await second.close()
+    last = [line for line in received.split(b"\n") if line.startswith(b"data: ")][-1]
+    assert orjson.loads(last.removeprefix(b"data: "))["error"]["code"] == "server_is_overloaded"
+    assert b"[DONE]" not in received
+
+
+async def test_a_key_may_do_without_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
+) -> None:
+    key, hashed = new_key()
+    keys = [{"name": "brittle", "hash": hashed, "comments": False}]
+    switches = {"chunks": 40, "chunk_interval_seconds": 0.02}
+    async with served(monkeypatch, tmp_path, demo_model, switches, settings={"keys": keys}) as running:
+        first = await running.send(key=key, messages=HELLO, stream=True)
+        await first.until(b"data: ")
+        second = await running.send(key=key, messages=HELLO, stream=True)
+        received = await second.until(b"[DONE]\n\n")
+        await first.close()
+        await second.close()
+    assert b"keep-alive\n\n" not in received
+
+
+async def test_a_client_that_does_not_read_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
+) -> None:
+    # 128 MiB for the one that does not read; the other reads it all the while.
+    switches = {"chunks": 2000, "content": "x" * 65536}
+    async with served(monkeypatch, tmp_path, demo_model, switches, parallel=2) as running:
+        running.gateway.proxy.stall_seconds = 0.5
+        before = psutil.Process().memory_info().rss
+        deaf = await deaf_client(running)
+        other = await running.send(messages=HELLO, stream=True)
+        await other.until(b"data: ")
+        async with asyncio.timeout(10):
+            while running.gateway.scheduler.in_flight(MODEL_ID) == 2:
+                await other.reader.read(1 << 20)
+        grown = psutil.Process().memory_info().rss - before
+        await deaf.close()
+        await other.close()
+    assert grown < 32 << 20
+
+
+async def deaf_client(running: InProcess) -> Client:
+    """A client with a small window that never reads."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", running.port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    client = Client(reader, writer)
+    writer.transport.pause_reading()
+    await running.send_on(client, messages=HELLO, stream=True)
+    return client
