@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from app.config import KeyConfig
 from app.errors import InvalidApiKey, ModelNotAllowed
+from app.quota import Limits
 
 _EVERY_MODEL = "*"
 
@@ -25,6 +26,10 @@ class ApiKey:
     models: frozenset[str]
     admin: bool = False
     comments: bool = True
+    limits: Limits = field(default_factory=Limits)
+    weight: float = 1.0
+    is_batch: bool = False
+    max_tokens_ceiling: int | None = None
 
     def allows(self, model_id: str) -> bool:
         """Whether the key may use this model."""
@@ -49,6 +54,9 @@ class Authenticator:
     def __init__(self, keys: Sequence[KeyConfig]) -> None:
         self._keys = tuple((bytes.fromhex(key.hash.removeprefix("sha256:")), _api_key(key)) for key in keys)
 
+    def __iter__(self) -> Iterator[ApiKey]:
+        return (key for _, key in self._keys) if self._keys else iter((ANONYMOUS,))
+
     def authenticate(self, headers: Sequence[tuple[bytes, bytes]]) -> ApiKey:
         """The key of the ``Authorization: Bearer`` or ``x-api-key`` header; raises InvalidApiKey."""
         if not self._keys:
@@ -71,7 +79,23 @@ class Authenticator:
 
 
 def _api_key(key: KeyConfig) -> ApiKey:
-    return ApiKey(key.name, frozenset(key.models), key.admin, key.comments)
+    return ApiKey(
+        key.name,
+        frozenset(key.models),
+        key.admin,
+        key.comments,
+        limits=Limits(
+            key.requests_per_minute,
+            key.tokens_per_minute,
+            key.requests_per_day,
+            key.tokens_per_day,
+            key.gpu_seconds_per_day,
+            key.concurrent,
+        ),
+        weight=key.weight,
+        is_batch=key.priority == "batch",
+        max_tokens_ceiling=key.max_tokens_ceiling,
+    )
 
 
 def _token(name: bytes, value: bytes) -> bytes | None:

@@ -25,6 +25,7 @@ from app.http_server import GatewayProtocol
 from app.instance import open_instance
 from app.metrics import Metrics
 from app.proxy import Proxy
+from app.quota import Quota, open_store
 from app.sampler import sample_forever
 from app.scheduler import Scheduler
 from app.service import ServiceManager
@@ -77,12 +78,16 @@ async def open_gateway(
             load_wait_seconds=settings.server.load_wait,
             records=instance.records,
             instance=instance.name,
+            learned=settings.state_dir / "learned.json",
         )
         scheduler = Scheduler(metrics)
-        proxy = Proxy(catalog=catalog, supervisor=supervisor, scheduler=scheduler, metrics=metrics)
+        store = settings.quota.store or f"sqlite:{settings.state_dir / 'quota.db'}"
+        quota = Quota(open_store(store, base=settings.state_dir, fail_open=settings.quota.fail == "open"))
+        proxy = Proxy(catalog=catalog, supervisor=supervisor, scheduler=scheduler, metrics=metrics, quota=quota)
         authenticator = Authenticator(settings.keys)
         sampler = asyncio.create_task(sample_forever(metrics, supervisor), name="sampler")
         try:
+            await quota.open()
             supervisor.start()
             gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, proxy)
             gateway.read_settings = read_settings
@@ -91,6 +96,7 @@ async def open_gateway(
             sampler.cancel()
             await asyncio.gather(sampler, return_exceptions=True)
             await supervisor.close()
+            await quota.close()
 
 
 def bind(settings: Settings) -> socket.socket:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
@@ -19,9 +20,10 @@ from app.errors import ContextLengthExceeded, Draining, EngineGone, GatewayError
 from app.metrics import Metrics
 from app.outlet import Headers, Outlet
 from app.protocol import ChatAnswer, ChatRequest, EventTooLong, Usage, UsageMeter
-from app.scheduler import Scheduler
+from app.quota import Quota, Reservation
+from app.scheduler import Affinities, Demand, Lease, Rules, Scheduler, Urgency
 from app.supervisor import Supervisor
-from app.tokens import Admission
+from app.tokens import Admission, Overflow
 
 _T = TypeVar("_T")
 
@@ -41,16 +43,29 @@ _PULSE_SECONDS = 15.0
 _STALL_SECONDS = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """What the client asked for beside the body; None leaves it to key and model."""
+
+    overflow: Overflow | None = None
+    urgency: Urgency | None = None
+
+
+_NO_PREFERENCES = Preferences()
+
+
 class Proxy:
     """Makes an exchange of each chat request."""
 
     def __init__(
-        self, *, catalog: ModelCatalog, supervisor: Supervisor, scheduler: Scheduler, metrics: Metrics
+        self, *, catalog: ModelCatalog, supervisor: Supervisor, scheduler: Scheduler, metrics: Metrics, quota: Quota
     ) -> None:
         self.catalog = catalog
         self.supervisor = supervisor
         self.scheduler = scheduler
         self.metrics = metrics
+        self.quota = quota
+        self.affinities = Affinities()
         self.pulse_seconds = _PULSE_SECONDS
         self.stall_seconds = _STALL_SECONDS
         self._exchanges: set[ExchangeResponse] = set()
@@ -84,23 +99,28 @@ class Proxy:
             if not self._exchanges:
                 self._idle.set()
 
-    def chat(self, request: ChatRequest, key: ApiKey) -> ExchangeResponse:
+    def chat(self, request: ChatRequest, key: ApiKey, preferences: Preferences = _NO_PREFERENCES) -> ExchangeResponse:
         """The response to a chat request; raises ModelNotFound, ModelNotAllowed or Draining."""
         if self._is_draining:
             raise Draining("The gateway is stopping; try again.", retry_after_seconds=5)
         model = self.catalog.resolve(request.model)
         key.require(model.id)
-        return ExchangeResponse(self, request, model=model, key=key)
+        return ExchangeResponse(self, request, model=model, key=key, preferences=preferences)
 
 
 class ExchangeResponse:
     """An ASGI response that does its work when called, so that whatever it takes is given back by its own ``with``."""
 
-    def __init__(self, proxy: Proxy, request: ChatRequest, *, model: ModelConfig, key: ApiKey) -> None:
+    def __init__(
+        self, proxy: Proxy, request: ChatRequest, *, model: ModelConfig, key: ApiKey, preferences: Preferences
+    ) -> None:
         self._proxy = proxy
         self._request = request
         self._model = model
         self._key = key
+        self._preferences = preferences
+        self._reservation: Reservation | None = None
+        self._lease: Lease | None = None
         self._meter = self._new_meter()
         self._backend: Backend | None = None
         self._arrived = time.monotonic()
@@ -167,13 +187,26 @@ class ExchangeResponse:
             raise self._cut_by from None
 
     async def _exchange(self, outlet: Outlet) -> None:
-        request, model, proxy = self._request, self._model, self._proxy
+        request, model, key, proxy = self._request, self._model, self._key, self._proxy
         admission, slots = await self._once_more(self._count)
         # In the queue the model is not in use: another one's turn may come between.
-        async with proxy.scheduler.lease(
-            model.id, key=self._key.name, capacity=slots, max_queue=model.max_queue, slots=request.choices
+        async with (
+            proxy.quota.reserve(key.name, key.limits, tokens=admission.tokens) as self._reservation,
+            proxy.scheduler.lease(
+                model.id,
+                key=key.name,
+                capacity=slots,
+                max_queue=model.max_queue,
+                slots=request.choices,
+                demand=self._demand(admission),
+                rules=_rules(model),
+            ) as self._lease,
         ):
-            await self._once_more(lambda: self._answer(admission, outlet))
+            granted = time.monotonic()
+            try:
+                await self._once_more(lambda: self._answer(admission, outlet))
+            finally:
+                self._settle(admission, seconds=(time.monotonic() - granted) * request.choices / slots)
 
     async def _once_more(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Do it, and again with the next engine when this one ended before anything of the answer had come."""
@@ -188,22 +221,52 @@ class ExchangeResponse:
 
     async def _count(self) -> tuple[Admission, int]:
         """What the prompt takes, and how many slots there are."""
-        async with self._proxy.supervisor.use(self._model) as backend:
+        model, key = self._model, self._key
+        async with self._proxy.supervisor.use(model) as backend:
             self._backend = backend
             self._admission = await backend.counter.admit(
-                self._request, default_max_tokens=self._model.max_tokens, clamp=self._model.on_overflow == "clamp"
+                self._request,
+                default_max_tokens=model.max_tokens,
+                overflow=self._preferences.overflow or Overflow(model.on_overflow),
+                ceiling_tokens=_lesser(model.max_tokens_ceiling, key.max_tokens_ceiling),
+                exact=key.limits.counts_tokens,
             )
             return self._admission, backend.slots
 
+    def _demand(self, admission: Admission) -> Demand:
+        key = self._key
+        urgency = self._preferences.urgency or (Urgency.BATCH if key.is_batch else Urgency.INTERACTIVE)
+        return Demand(
+            admission.prompt_tokens, admission.answer_tokens, key.weight, urgency, self._model.max_wait_seconds
+        )
+
+    def _settle(self, admission: Admission, *, seconds: float) -> None:
+        """Charge what was really processed and generated, whoever broke it off."""
+        meter = self._meter
+        prompt = meter.prompt_tokens or (admission.prompt_tokens if meter.events else 0)
+        if prompt and self._reservation is not None:
+            self._reservation.charge(tokens=prompt + meter.generated_tokens, gpu_seconds=seconds)
+        if self._lease is not None:
+            self._lease.used(prompt_tokens=prompt, answer_tokens=meter.generated_tokens)
+        if meter.timings is not None:
+            self._proxy.scheduler.observe(
+                self._model.id,
+                prompt_tokens_per_second=meter.timings.prompt_tokens_per_second,
+                answer_tokens_per_second=meter.timings.generation_tokens_per_second,
+            )
+
     async def _answer(self, admission: Admission, outlet: Outlet) -> None:
-        body = self._request.engine_body(max_tokens=admission.max_tokens)
+        request = admission.request
         async with self._proxy.supervisor.use(self._model) as backend:
             self._backend = backend
-            async with backend.open(body) as reply:
-                if self._request.stream:
-                    await self._relay(reply, outlet)
-                else:
-                    await self._aggregate(reply, outlet)
+            slots = backend.slots if request.choices == 1 else 1
+            with self._proxy.affinities.slot(backend, request.messages, slots=slots) as slot:
+                body = request.engine_body(max_tokens=admission.max_tokens, slot=slot)
+                async with backend.open(body) as reply:
+                    if request.stream:
+                        await self._relay(reply, outlet)
+                    else:
+                        await self._aggregate(reply, outlet)
 
     def _new_meter(self) -> UsageMeter:
         return UsageMeter(keep_usage=self._request.include_usage, choices=self._request.choices)
@@ -241,14 +304,18 @@ class ExchangeResponse:
         return _EVENT_STREAM + self._context_headers()
 
     def _context_headers(self) -> Headers:
-        """What is known of the context; nothing while the model still loads."""
-        return [] if self._admission is None else _context_headers(self._admission)
+        """What is known of context and budget; nothing while the model still loads."""
+        context = [] if self._admission is None else self._admission.headers()
+        return context + ([] if self._reservation is None else self._reservation.headers())
 
     def _feed(self, chunk: bytes) -> bytes:
         try:
-            return self._meter.feed(chunk)
+            body = self._meter.feed(chunk)
         except EventTooLong as error:
             raise UpstreamFailed(f"The engine's answer cannot be read: {error}.", streamed=True) from error
+        if self._lease is not None and self._meter.events:
+            self._lease.prefilled()
+        return body
 
     def _require_complete(self) -> None:
         """An answer that just ends, or ends in an error, is never passed off as finished."""
@@ -303,15 +370,13 @@ async def _any_done(*tasks: asyncio.Task[None], seconds: float) -> bool:
     return bool(done)
 
 
-def _context_headers(admission: Admission) -> Headers:
-    """What the request uses of its context; ``x-context-count: bound`` means at most so many prompt tokens."""
-    prompt, limit = admission.prompt_tokens, admission.context_tokens
-    headers = [
-        (b"x-context-limit", b"%d" % limit),
-        (b"x-context-prompt-tokens", b"%d" % prompt),
-        (b"x-context-remaining", b"%d" % (limit - prompt)),
-        (b"x-context-count", b"exact" if admission.exact else b"bound"),
-    ]
-    if admission.clamped:
-        headers.append((b"x-context-clamped", b"%d" % admission.max_tokens))
-    return headers
+def _lesser(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _rules(model: ModelConfig) -> Rules:
+    return Rules(
+        max_queue_per_key=model.max_queue_per_key,
+        long_prompt_tokens=model.long_prompt_tokens,
+        long_prefills=model.long_prefills,
+    )

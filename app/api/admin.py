@@ -23,7 +23,7 @@ _MOST_LINES = 400
 
 async def list_models(request: Request) -> JSONResponse:
     """``GET /admin/models``: every model with its state, load, failures and memory."""
-    gateway = _as_admin(request)
+    gateway = as_admin(request)
     return JSONResponse({"object": "list", "data": [_document(gateway, status) for status in gateway.supervisor]})
 
 
@@ -72,7 +72,7 @@ async def show_logs(request: Request) -> JSONResponse:
 
 async def reload(request: Request) -> JSONResponse:
     """``POST /admin/reload``: the configuration file is read again; 400 with every reason when it cannot be used."""
-    gateway = _as_admin(request)
+    gateway = as_admin(request)
     try:
         done = await gateway.reload()
     except SetupError as error:
@@ -81,7 +81,7 @@ async def reload(request: Request) -> JSONResponse:
     return JSONResponse({"changes": asdict(done.changes), "needs_restart": list(done.needs_restart)})
 
 
-def _as_admin(request: Request) -> Gateway:
+def as_admin(request: Request) -> Gateway:
     """The gateway, if the caller may manage it; raises InvalidApiKey or NotAdmin.
 
     Without keys callers on this machine are admins, except web pages: a browser names their origin.
@@ -103,7 +103,7 @@ def _is_local(request: Request) -> bool:
 
 
 def _of(request: Request) -> tuple[Gateway, ModelConfig]:
-    gateway = _as_admin(request)
+    gateway = as_admin(request)
     return gateway, gateway.catalog.resolve(request.path_params["model_id"])
 
 

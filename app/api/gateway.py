@@ -77,7 +77,7 @@ class Reload:
         return "; ".join(parts) or "no model changed"
 
 
-_FIXED = ("engine", "state_dir")
+_FIXED = ("engine", "quota", "state_dir")
 
 
 def refuse_open_door(settings: Settings) -> None:

@@ -25,7 +25,7 @@ from app.engine.records import INSTANCE_VARIABLE
 from app.engine.report import MeasuredMemory
 from app.errors import EngineGone, EngineUnusable, StorageError, UpstreamFailed
 from app.offload import OffloadPlan
-from app.tokens import TokenCounter, calibrate_template, vocabulary_bound
+from app.tokens import TokenCounter, learn_counter, read_vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -182,8 +182,11 @@ class LocalBackend:
 
     async def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
         """The prompt text that the model's template makes of these messages."""
-        answer = await self._ask("/apply-template", orjson.dumps({"messages": messages}))
-        return str(answer["prompt"])
+        return await self.render(orjson.dumps({"messages": messages}))
+
+    async def render(self, body: bytes) -> str:
+        """The prompt text that the model's template makes of a chat body, tools included."""
+        return str((await self._ask("/apply-template", body))["prompt"])
 
     async def tokenize(self, text: str, *, special: bool = False) -> int:
         """Tokens of a text; with ``special`` as the engine counts a rendered prompt, BOS included."""
@@ -257,13 +260,13 @@ class LocalBackend:
             raise EngineUnusable(
                 f"This llama-server does not tell its limits ({error!r}); use a build of 2026 or later."
             ) from error
-        vocabulary = await vocabulary_bound(
+        self._counter = await learn_counter(
             self,
+            context_tokens=context_tokens,
             vocabulary_type=vocabulary_type,
             pre_tokenizer=str(self.plan.model.metadata.get("tokenizer.ggml.pre") or ""),
+            vocabulary=await asyncio.to_thread(read_vocabulary, self.plan.model.path),
         )
-        template = await calibrate_template(self) if vocabulary is not None else None
-        self._counter = TokenCounter(self, context_tokens=context_tokens, vocabulary=vocabulary, template=template)
         _log.info("model %s: %d slots of %d tokens", self.model_id, self.slots, context_tokens)
 
     def _write_key(self) -> None:

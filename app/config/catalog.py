@@ -36,6 +36,11 @@ class ModelConfig:
     idle_unload_seconds: float | None = None
     pin: bool = False
     preload: bool = False
+    max_tokens_ceiling: int | None = None
+    max_queue_per_key: int | None = None
+    max_wait_seconds: float | None = None
+    long_prompt_tokens: int = 8192
+    long_prefills: int = 1
 
 
 class ModelCatalog:
@@ -85,6 +90,11 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
         idle_unload_seconds=_idle_unload(entry, defaults),
         pin=entry.pin,
         preload=entry.preload,
+        max_tokens_ceiling=entry.max_tokens_ceiling or defaults.max_tokens_ceiling,
+        max_queue_per_key=defaults.max_queue_per_key,
+        max_wait_seconds=defaults.max_wait,
+        long_prompt_tokens=defaults.long_prompt,
+        long_prefills=defaults.long_prefills,
     )
 
 

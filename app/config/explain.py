@@ -17,6 +17,7 @@ from app.config.settings import (
     KeyConfig,
     MemoryConfig,
     ModelEntry,
+    QuotaConfig,
     ServerConfig,
     Settings,
 )
@@ -44,6 +45,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "engine": EngineConfig,
     "memory": MemoryConfig,
     "defaults": Defaults,
+    "quota": QuotaConfig,
 }
 
 

@@ -78,9 +78,13 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
     binary = settings.engine.binary
     if "/" in binary or "\\" in binary:
         binary = str(absolute(Path(binary)))
+    store = settings.quota.store or ""
+    if store.startswith("sqlite:"):
+        store = f"sqlite:{absolute(Path(store.removeprefix('sqlite:')))}"
     return settings.model_copy(
         update={
             "models": models,
+            "quota": settings.quota.model_copy(update={"store": store or None}),
             "engine": settings.engine.model_copy(update={"binary": binary}),
             "state_dir": absolute(settings.state_dir) if state is None else state,
         }

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 _KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
-OnOverflow = Literal["reject", "clamp"]
+OnOverflow = Literal["reject", "clamp", "trim_oldest"]
 KVCache = Literal["auto", "f16", "q8_0", "q4_0"]
 
 
@@ -111,8 +111,13 @@ class Defaults(_Section):
     context: Tokens = 8192
     parallel: Integer = Field(default=1, ge=1, le=64)
     max_tokens: Tokens = 4096
+    max_tokens_ceiling: Tokens | None = None
     on_overflow: OnOverflow = "reject"
     max_queue: Integer = Field(default=64, ge=0, le=100_000)
+    max_queue_per_key: Integer | None = Field(default=None, ge=0, le=100_000)
+    max_wait: Duration | None = None
+    long_prompt: Tokens = 8192
+    long_prefills: Integer = Field(default=1, ge=1, le=64)
     idle_unload: IdleTime = math.inf
 
 
@@ -145,6 +150,7 @@ class ModelEntry(_Section):
     context: Tokens | None = None
     parallel: Integer | None = Field(default=None, ge=1, le=64)
     max_tokens: Tokens | None = None
+    max_tokens_ceiling: Tokens | None = None
     on_overflow: OnOverflow | None = None
     max_queue: Integer | None = Field(default=None, ge=0, le=100_000)
     kv_cache: KVCache = "auto"
@@ -156,14 +162,33 @@ class ModelEntry(_Section):
     extra_args: tuple[str, ...] = ()
 
 
+Amount = Annotated[Integer, Field(ge=0, le=1 << 53)]
+
+
+class QuotaConfig(_Section):
+    """Who keeps what keys have used, and what happens while nobody can; no store is a file in the state folder."""
+
+    store: str | None = Field(default=None, pattern=r"^(sqlite:.+|rediss?://.+|unix:.+|memory:)$")
+    fail: Literal["open", "closed"] = "closed"
+
+
 class KeyConfig(_Section):
-    """One API key: its hash only, and the models that it may use."""
+    """One API key: its hash only, the models that it may use, and how much of them."""
 
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.@-]+$")
     hash: str
     models: tuple[str, ...] = ("*",)
     admin: bool = False
     comments: bool = True
+    requests_per_minute: Amount | None = None
+    tokens_per_minute: Amount | None = None
+    requests_per_day: Amount | None = None
+    tokens_per_day: Amount | None = None
+    gpu_seconds_per_day: Amount | None = None
+    concurrent: Amount | None = None
+    weight: Annotated[float, BeforeValidator(_no_truth_value), Field(ge=0.01, le=1000)] = 1.0
+    priority: Literal["interactive", "batch"] = "interactive"
+    max_tokens_ceiling: Tokens | None = None
 
     @model_validator(mode="after")
     def _hash_is_a_hash(self) -> KeyConfig:
@@ -188,6 +213,7 @@ class Settings(BaseSettings):
     models: dict[str, ModelEntry] = {}
     default_model: str | None = None
     keys: tuple[KeyConfig, ...] = ()
+    quota: QuotaConfig = QuotaConfig()
     state_dir: Path = Path("state")
 
     @classmethod

@@ -92,7 +92,7 @@ class ChatRequest:
         rendered = {key: self.fields[key] for key in _RENDERED_FIELDS if key in self.fields}
         return orjson.dumps({"messages": self.messages, **rendered})
 
-    def engine_body(self, *, max_tokens: int) -> bytes:
+    def engine_body(self, *, max_tokens: int, slot: int | None = None) -> bytes:
         """What the engine gets: always a stream with usage and progress, always a limit.
 
         The engine cancels a non-streaming request late after its client left, a stream at its next write.
@@ -100,6 +100,7 @@ class ChatRequest:
         return orjson.dumps(
             {
                 **self.fields,
+                **({} if slot is None else {"id_slot": slot}),
                 "messages": self.messages,
                 "max_tokens": max_tokens,
                 "stream": True,

@@ -102,12 +102,18 @@ class UsageMeter:
         self.timings: Timings | None = None
         self.finished = 0
         self.done = False
+        self._processed_tokens = 0
         self.error: dict[str, Any] | None = None
 
     @property
     def complete(self) -> bool:
         """Whether the engine ended the answer as it should: every choice finished, then ``[DONE]``."""
         return self.done and self.finished >= self._choices and self.error is None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens processed or reused so far: the engine's count at the end, its progress before."""
+        return self.usage.prompt_tokens if self.usage is not None else self._processed_tokens
 
     @property
     def generated_tokens(self) -> int:
@@ -150,6 +156,8 @@ class UsageMeter:
             return b""
         if "prompt_progress" in chunk:
             # We ask for these so that the engine writes, and notices a client that left, during a long prompt.
+            progress = chunk["prompt_progress"]
+            self._processed_tokens = max(self._processed_tokens, int(progress["processed"]))
             return b""
         choices = chunk.get("choices") or []
         self.finished += sum(1 for choice in choices if choice.get("finish_reason"))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from app.backends import LocalBackend
 from app.config import MemoryConfig, ModelConfig
+from app.engine.verify import PlanVerifier
 from app.errors import DoesNotFit
 from app.eviction import Evict, Go, Resident, SharingRules, Wait, as_good, choose
 from app.gguf import ModelFacts, read_header
@@ -40,12 +41,14 @@ class Loader:
         probe: Callable[[], Machine],
         make_backend: MakeBackend,
         metrics: Metrics,
+        verifier: PlanVerifier | None = None,
     ) -> None:
         self.memory = memory
         self._units = units
         self._probe = probe
         self._make_backend = make_backend
         self._metrics = metrics
+        self._verifier = verifier
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
         self._looked: tuple[frozenset[str], float, Machine] | None = None
@@ -64,7 +67,7 @@ class Loader:
         """
         async with self._turn:
             self._looked = None
-            unit.plan = await self._make_room(unit)
+            unit.plan = await self._confirmed(unit.model, await self._make_room(unit))
             return await self._load(unit, unit.plan)
 
     async def preview(self, unit: Unit) -> OffloadPlan:
@@ -80,6 +83,12 @@ class Loader:
             return False
         return True
 
+    async def _confirmed(self, model: ModelConfig, plan: OffloadPlan) -> OffloadPlan:
+        """``plan`` with the engine's own word on it, or a corrected one; raises DoesNotFit when that forbids all."""
+        if self._verifier is None:
+            return plan
+        return await asyncio.to_thread(self._verifier.confirm, plan, extra_args=model.extra_args)
+
     async def _load(self, unit: Unit, plan: OffloadPlan) -> LocalBackend:
         for line in plan.summary():
             _log.info("%s", line)
@@ -92,6 +101,8 @@ class Loader:
             raise
         finally:
             unit.loading = None
+        if self._verifier is not None:
+            await asyncio.to_thread(self._verifier.learn, plan, backend.measured)
         self._show_memory(unit.model, backend)
         return backend
 

@@ -14,7 +14,9 @@ from app.backends import LocalBackend
 from app.backends.liveness import Patience
 from app.config import MemoryConfig, ModelCatalog, ModelConfig
 from app.engine.binary import EngineBinary
+from app.engine.environment import child_environment
 from app.engine.process import State
+from app.engine.verify import PlanVerifier
 from app.errors import Draining, ModelNotFound
 from app.gguf import ModelFacts, read_header
 from app.hardware import Machine, probe_machine
@@ -50,6 +52,7 @@ class Supervisor:
         load_wait_seconds: float = _LOAD_WAIT_SECONDS,
         records: Path | None = None,
         instance: str = "",
+        learned: Path | None = None,
         probe: Callable[[], Machine] | None = None,
         make_backend: MakeBackend | None = None,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
@@ -78,6 +81,8 @@ class Supervisor:
             probe=probe or (lambda: probe_machine(engine.device_list())),
             make_backend=make_backend or self._local_backend,
             metrics=metrics,
+            # A scripted engine has no binary to ask.
+            verifier=self._verifier(learned) if make_backend is None else None,
         )
         for model in catalog:
             self._add(model, read_header(model.path))
@@ -218,6 +223,10 @@ class Supervisor:
             policy=self._new_policy(),
             on_change=self._on_change,
         )
+
+    def _verifier(self, learned: Path | None) -> PlanVerifier:
+        environment = child_environment(self._environment)
+        return PlanVerifier(self._engine, environment=environment, learned_path=learned)
 
     def _local_backend(self, model: ModelConfig, plan: OffloadPlan) -> LocalBackend:
         return LocalBackend(

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _GUESSED_BYTES_PER_SECOND = 200e6
 _LEAST_RETRY_SECONDS = 2.0
 _LINES_LOGGED = 10
+_NO_TIME_SECONDS = 0.001
 
 
 class Unit:
@@ -345,14 +346,16 @@ class Unit:
         limit = self.model.idle_unload_seconds
         if limit is None or self.model.pin or self.users or self.waiting:
             return None
-        return max(0.0, self._last_used + limit - self._loop.time())
+        left = self._last_used + limit - self._loop.time()
+        # A timer may fire a little early; what is left then is no time at all.
+        return left if left > _NO_TIME_SECONDS else 0.0
 
     async def _pause(self, seconds: float) -> bool:
         """Back off; False when it was stopped meanwhile, at once True when an operator orders it."""
         ends = self._loop.time() + seconds
         stop: asyncio.Future[Any] = self._loop.create_task(self._stop.wait())
         try:
-            while not stop.done() and not self.is_ordered and (left := ends - self._loop.time()) > 0:
+            while not stop.done() and not self.is_ordered and (left := ends - self._loop.time()) > _NO_TIME_SECONDS:
                 await asyncio.wait([stop, self._changed], timeout=left, return_when=asyncio.FIRST_COMPLETED)
             return not stop.done()
         finally:
