@@ -15,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from app.backends.faults import engine_fault
 from app.backends.liveness import Flight, Liveness, Patience
@@ -101,6 +102,7 @@ class LocalBackend:
         self._liveness = Liveness(self.endpoint, self._patience, on_hang=self.process.declare_hung)
         self._watch: asyncio.Task[None] | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._urls: dict[str, URL] = {}
         self._counter: TokenCounter | None = None
         self.slots = 0
 
@@ -202,8 +204,8 @@ class LocalBackend:
         else:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
         return aiohttp.ClientSession(
-            base_url=f"http://127.0.0.1:{self.endpoint.port or 80}",
             connector=connector,
+            cookie_jar=aiohttp.DummyCookieJar(),
             # Silence is ended by the watch, for all requests at once.
             timeout=aiohttp.ClientTimeout(total=None),
             headers={"authorization": f"Bearer {self._key}", "content-type": "application/json"},
@@ -221,11 +223,11 @@ class LocalBackend:
         if self._session is None:
             raise EngineGone("The engine is not running; send the request again.")
         try:
-            return await self._session.post(path, data=body)
+            return await self._session.post(self._url(path), data=body, allow_redirects=False)
         except aiohttp.ClientConnectionError:
             if self.process.state is not State.READY:
                 raise
-            return await self._session.post(path, data=body)
+            return await self._session.post(self._url(path), data=body, allow_redirects=False)
 
     async def _ask(self, path: str, body: bytes | None = None) -> Any:
         """A small question outside the slots; raises _RouteMissingError for a route that this build lacks."""
@@ -247,7 +249,14 @@ class LocalBackend:
     async def _get(self, path: str) -> aiohttp.ClientResponse:
         if self._session is None:
             raise EngineGone("The engine is not running; send the request again.")
-        return await self._session.get(path)
+        return await self._session.get(self._url(path))
+
+    def _url(self, path: str) -> URL:
+        # Building and checking a URL from text would cost a tenth of the whole request.
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(f"http://127.0.0.1:{self.endpoint.port or 80}{path}")
+        return url
 
     async def _learn_limits(self) -> None:
         try:

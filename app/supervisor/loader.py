@@ -95,14 +95,14 @@ class Loader:
         backend = unit.loading = self._make_backend(unit.model, plan)
         try:
             await backend.start()
+            if self._verifier is not None:
+                await asyncio.to_thread(self._verifier.learn, plan, backend.measured)
         except BaseException:
             await backend.close()
             unit.plan, unit.lost_plan = None, plan
             raise
         finally:
             unit.loading = None
-        if self._verifier is not None:
-            await asyncio.to_thread(self._verifier.learn, plan, backend.measured)
         self._show_memory(unit.model, backend)
         return backend
 
