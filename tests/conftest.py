@@ -48,6 +48,13 @@ def engine(request: pytest.FixtureRequest) -> str:
     return str(native)
 
 
+@pytest.fixture(scope="session", params=["best", pytest.param("embedded", marks=pytest.mark.slow)])
+def one_engine(request: pytest.FixtureRequest) -> str:
+    """For tests that take long: the native engine where there is one; the embedded one too among the slow tests."""
+    native = _native_engine()
+    return "embedded" if request.param == "embedded" or native is None else str(native)
+
+
 @pytest.fixture(scope="session")
 def gateway(engine: str, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """A gateway with one model of two slots, for tests that leave it as they found it."""

@@ -22,8 +22,8 @@ IDLE_SECONDS = 2.0
 
 
 @pytest.fixture
-async def served(engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with gateway_in_process(engine, demo_model, tmp_path, context=4096, parallel=2) as running:
+async def served(one_engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with gateway_in_process(one_engine, demo_model, tmp_path, context=4096, parallel=2) as running:
         yield running
 
 

@@ -67,8 +67,8 @@ def random_request(seed: int) -> ChatRequest:
 
 
 @pytest.fixture
-async def served(engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with gateway_in_process(engine, demo_model, tmp_path, context=4096) as running:
+async def served(one_engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with gateway_in_process(one_engine, demo_model, tmp_path, context=4096) as running:
         yield running
 
 

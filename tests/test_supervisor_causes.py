@@ -38,7 +38,7 @@ def dying(fake: EngineBinary, folder: Path, *, says: str = "", then: str = "exit
     """An engine that answers probes, and ends at once when it is to serve."""
     program = folder / "llama-server"
     program.write_text(
-        f'#!/bin/sh\ncase "$*" in *--alias*) printf "%s\\n" {shlex.quote(says)} >&2; {then};; esac\n'
+        f'#!/bin/sh\ncase "$*" in *"--alias probe"*) ;; *--alias*) printf "%s\\n" {shlex.quote(says)} >&2; {then};; esac\n'
         f'exec {fake.path} "$@"\n'
     )
     program.chmod(0o755)
