@@ -336,6 +336,8 @@ def _settings(seeds: int) -> settings:
         stateful_step_count=40,
         deadline=None,
         database=None,
+        # The same histories every time: a failure can be looked at, and a run says something about the change in hand.
+        derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
 
