@@ -37,9 +37,10 @@ def quick() -> RestartPolicy:
 def dying(fake: EngineBinary, folder: Path, *, says: str = "", then: str = "exit 1") -> EngineBinary:
     """An engine that answers probes, and ends at once when it is to serve."""
     program = folder / "llama-server"
+    death = f'printf "%s\\n" {shlex.quote(says)} >&2; {then}'
     program.write_text(
-        f'#!/bin/sh\ncase "$*" in *"--alias probe"*) ;; *--alias*) printf "%s\\n" {shlex.quote(says)} >&2; {then};; esac\n'
-        f'exec {fake.path} "$@"\n'
+        # A plan is confirmed by an engine that is called probe; that one lives.
+        f'#!/bin/sh\ncase "$*" in *"--alias probe"*) ;; *--alias*) {death};; esac\nexec {fake.path} "$@"\n'
     )
     program.chmod(0o755)
     return replace(fake, command=(str(program),), path=program)
