@@ -32,7 +32,6 @@ _LINES = (
     (5, "supervisor"),
     (5, "sampler"),
     (6, "scheduler"),
-    (7, "outlet"),
     (7, "proxy"),
     (8, "api"),
     (9, "http_server"),
@@ -43,7 +42,7 @@ _LINES = (
 _RANK = {name: rank for rank, (_, name) in enumerate(_LINES)}
 # Lower layers stay usable without the configuration and the numbers that the gateway exports.
 _KNOWS_NEITHER = frozenset({"protocol", "gguf", "hardware", "memory", "offload", "eviction", "engine"})
-_DATA_PATH = ("proxy", "outlet", "backends")
+_DATA_PATH = ("proxy", "backends")
 _MAX_FILE_LINES = 400
 _MAX_FUNCTION_LINES = 50
 # A table of commands and their options is one long function by nature.

@@ -31,7 +31,7 @@ async def served(
     monkeypatch.setenv("FAKE_SWITCHES", str(folder))
     (folder / f"{MODEL_ID}.json").write_text(json.dumps(switches))
     async with gateway_in_process(str(fake_binary(folder)), model, folder, context=4096, **fields) as running:
-        running.gateway.proxy.pulse_seconds = 0.1
+        running.gateway.proxy.patience.pulse_seconds = 0.1
         yield running
 
 
@@ -94,7 +94,7 @@ async def test_a_client_that_does_not_read_is_let_go(
     # 128 MiB for the one that does not read; the other reads it all the while.
     switches = {"chunks": 2000, "content": "x" * 65536}
     async with served(monkeypatch, tmp_path, demo_model, switches, parallel=2) as running:
-        running.gateway.proxy.stall_seconds = 0.5
+        running.gateway.proxy.patience.stall_seconds = 0.5
         before = psutil.Process().memory_info().rss
         deaf = await deaf_client(running)
         other = await running.send(messages=HELLO, stream=True)

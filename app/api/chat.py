@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute, Route
 from app.api.body import read_json_body
 from app.api.gateway import gateway_of, key_of
 from app.api.preferences import preferences
-from app.protocol import parse_chat_request
+from app.protocol import ask_chat, parse_chat_request
 from app.proxy import ExchangeResponse
 
 
@@ -17,7 +17,7 @@ async def create_chat_completion(request: Request) -> ExchangeResponse:
     gateway = gateway_of(request)
     key = key_of(request)
     body = await read_json_body(request, limit_bytes=int(gateway.settings.server.max_body))
-    return gateway.proxy.chat(parse_chat_request(body), key, preferences(request.headers))
+    return gateway.proxy.generate(ask_chat(parse_chat_request(body)), key, preferences(request.headers))
 
 
 # Plain Starlette routes: FastAPI's own would build a dependency solver around every request of the data path.

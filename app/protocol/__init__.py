@@ -1,18 +1,25 @@
 """The wire: the fields that we read, the rest untouched; the engine's stream, cut and metered."""
 
 from app.protocol.answer import ChatAnswer
+from app.protocol.ask import Answer, Ask, ChatStream, StreamRendering, ask_chat, error_event
 from app.protocol.chat import ChatRequest, parse_chat_request
 from app.protocol.sse import EventTooLong, SSESplitter, event_data
 from app.protocol.usage import Timings, Usage, UsageMeter
 
 __all__ = [
+    "Answer",
+    "Ask",
     "ChatAnswer",
     "ChatRequest",
+    "ChatStream",
     "EventTooLong",
     "SSESplitter",
+    "StreamRendering",
     "Timings",
     "Usage",
     "UsageMeter",
+    "ask_chat",
+    "error_event",
     "event_data",
     "parse_chat_request",
 ]

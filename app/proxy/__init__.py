@@ -1,0 +1,7 @@
+"""One request from admission to accounting."""
+
+from app.proxy.exchange import ExchangeResponse
+from app.proxy.preferences import Preferences
+from app.proxy.proxy import Proxy
+
+__all__ = ["ExchangeResponse", "Preferences", "Proxy"]

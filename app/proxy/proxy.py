@@ -1,0 +1,51 @@
+"""Makes an exchange of each request."""
+
+from __future__ import annotations
+
+from app.auth import ApiKey
+from app.config import ModelCatalog, ModelConfig
+from app.metrics import Metrics
+from app.protocol import Ask
+from app.proxy.exchange import ExchangeResponse, Patience, Work
+from app.proxy.exchanges import Exchanges
+from app.proxy.generation import Generation
+from app.proxy.parts import Parts
+from app.proxy.preferences import Preferences
+from app.quota import Quota
+from app.scheduler import Scheduler
+from app.supervisor import Supervisor
+
+_NO_PREFERENCES = Preferences()
+
+
+class Proxy:
+    """The way from a parsed request to its answer; ``catalog`` is replaced at a reload."""
+
+    def __init__(
+        self, *, catalog: ModelCatalog, supervisor: Supervisor, scheduler: Scheduler, metrics: Metrics, quota: Quota
+    ) -> None:
+        self.catalog = catalog
+        self.quota = quota
+        self.patience = Patience()
+        self.parts = Parts(supervisor, scheduler, metrics, quota)
+        self._exchanges = Exchanges()
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new exchanges, let the open ones end, and after ``seconds`` end them with an error."""
+        await self._exchanges.drain(seconds)
+
+    def model(self, name: str, key: ApiKey) -> ModelConfig:
+        """The model of that name, for this key; raises ModelNotFound, ModelNotAllowed or Draining."""
+        self._exchanges.admit()
+        model = self.catalog.resolve(name)
+        key.require(model.id)
+        return model
+
+    def generate(self, ask: Ask, key: ApiKey, preferences: Preferences = _NO_PREFERENCES) -> ExchangeResponse:
+        """The response to a request for text; raises ModelNotFound, ModelNotAllowed or Draining."""
+        model = self.model(ask.request.model, key)
+        return self.exchange(Generation(self.parts, ask, model=model, key=key, preferences=preferences))
+
+    def exchange(self, work: Work) -> ExchangeResponse:
+        """The response that does this work, broken off when the gateway stops or the client leaves."""
+        return ExchangeResponse(work, self._exchanges, self.patience)
