@@ -21,6 +21,7 @@ from app.auth import Authenticator
 from app.config import ModelCatalog, Settings
 from app.engine.binary import EngineBinary, find_engine
 from app.errors import AddressInUse, GatewayError
+from app.events import EventLog
 from app.http_server import GatewayProtocol
 from app.instance import open_instance
 from app.metrics import Metrics
@@ -67,7 +68,7 @@ async def open_gateway(
     Raises ModelFileError for a model that cannot be read and StorageError for a state folder that cannot be written or
     that another gateway uses. ``read_settings`` is what a reload reads.
     """
-    catalog, metrics = ModelCatalog(settings), Metrics()
+    catalog, metrics, events = ModelCatalog(settings), Metrics(), EventLog()
     with open_instance(settings.state_dir) as instance:
         supervisor = Supervisor(
             catalog,
@@ -75,6 +76,7 @@ async def open_gateway(
             memory=settings.memory,
             run_dir=instance.run_dir,
             metrics=metrics,
+            events=events,
             load_wait_seconds=settings.server.load_wait,
             records=instance.records,
             instance=instance.name,
@@ -89,7 +91,7 @@ async def open_gateway(
         try:
             await quota.open()
             supervisor.start()
-            gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, proxy)
+            gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, events, proxy)
             gateway.read_settings = read_settings
             yield gateway
         finally:

@@ -73,6 +73,7 @@ ROUTES = [
     ("GET", "/admin/models/a/plan"),
     ("GET", "/admin/models/a/logs"),
     ("POST", "/admin/reload"),
+    ("GET", "/admin/events"),
 ]
 
 
@@ -135,6 +136,24 @@ def test_a_failed_model_says_why(admin: httpx.Client, folder: Path) -> None:
 def test_a_wrong_number_of_lines(admin: httpx.Client, lines: str) -> None:
     refused = admin.get("/admin/models/a/logs", params={"lines": lines})
     assert refused.status_code in (400, 414)
+
+
+def test_what_happened_is_told_in_order(admin: httpx.Client) -> None:
+    before = max((event["number"] for event in admin.get("/admin/events").json()["data"]), default=0)
+    admin.post("/admin/models/a/load")
+    becomes(admin, "a", "ready")
+    admin.post("/admin/models/a/unload")
+    becomes(admin, "a", "stopped")
+    admin.post("/admin/reload").raise_for_status()
+    events = admin.get("/admin/events", params={"after": before}).json()["data"]
+    assert [(event["kind"], event["model"]) for event in events] == [("load", "a"), ("unload", "a"), ("reload", None)]
+    last = admin.get("/admin/events", params={"after": before, "limit": 1}).json()["data"]
+    assert [event["message"] for event in last] == ["The configuration was read again."]
+
+
+@pytest.mark.parametrize("query", [{"limit": "0"}, {"limit": "501"}, {"after": "-1"}, {"after": "٣"}])
+def test_a_wrong_window_of_events(admin: httpx.Client, query: dict[str, str]) -> None:
+    assert admin.get("/admin/events", params=query).json()["error"]["code"] == "invalid_value"
 
 
 def test_an_unknown_model(admin: httpx.Client) -> None:

@@ -19,6 +19,7 @@ _LINES = (
     (0, "hardware"),
     (0, "metrics"),
     (0, "logs"),
+    (0, "events"),
     (0, "service"),
     (1, "memory"),
     (1, "quota"),

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from app.auth import ApiKey, Authenticator
 from app.config import ModelCatalog, Settings
 from app.errors import ConfigError
+from app.events import EventKind, EventLog
 from app.metrics import Metrics
 from app.proxy import Proxy
 from app.scheduler import Scheduler
@@ -32,6 +33,7 @@ class Gateway:
     supervisor: Supervisor
     scheduler: Scheduler
     metrics: Metrics
+    events: EventLog
     proxy: Proxy
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
@@ -55,7 +57,9 @@ class Gateway:
                 fixed.append("server.host and server.port")
             self.settings, self.catalog, self.proxy.catalog = settings, catalog, catalog
             self.authenticator = Authenticator(settings.keys)
-            return Reload(changes, tuple(fixed))
+            done = Reload(changes, tuple(fixed))
+            self.events.record(EventKind.RELOAD, "The configuration was read again.", detail=done.summary())
+            return done
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from app.gguf import ModelFacts, read_header
 from app.hardware import Machine
 from app.metrics import Metrics
 from app.offload import OffloadPlan, plan_offload
+from app.supervisor.chronicle import Chronicle
 from app.supervisor.holdings import Holding, left_over
 from app.supervisor.planning import planned_parts, wish_for
 from app.supervisor.signals import NoLongerWanted
@@ -41,6 +42,7 @@ class Loader:
         probe: Callable[[], Machine],
         make_backend: MakeBackend,
         metrics: Metrics,
+        chronicle: Chronicle,
         verifier: PlanVerifier | None = None,
     ) -> None:
         self.memory = memory
@@ -48,6 +50,7 @@ class Loader:
         self._probe = probe
         self._make_backend = make_backend
         self._metrics = metrics
+        self._chronicle = chronicle
         self._verifier = verifier
         self._loop = asyncio.get_running_loop()
         self._turn = asyncio.Lock()
@@ -203,7 +206,7 @@ class Loader:
                 stop.cancel()
             await asyncio.gather(*stops, return_exceptions=True)
         for each in going:
-            self._metrics.evictions.labels(each.model.id).inc()
+            self._chronicle.evicted(each.model.id, made_room_for=unit.model.id)
         return True
 
     async def _comes_back(self, evicted: bool, give_up_at: float) -> bool:

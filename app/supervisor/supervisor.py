@@ -18,11 +18,13 @@ from app.engine.environment import child_environment
 from app.engine.process import State
 from app.engine.verify import PlanVerifier
 from app.errors import Draining, ModelNotFound
+from app.events import EventLog
 from app.gguf import ModelFacts, read_header
 from app.hardware import Machine, probe_machine
 from app.metrics import Metrics
 from app.offload import OffloadPlan
 from app.supervisor.changes import Changes, compare
+from app.supervisor.chronicle import Chronicle
 from app.supervisor.loader import Loader, MakeBackend
 from app.supervisor.restarts import RestartPolicy
 from app.supervisor.signals import UnitRetired
@@ -47,6 +49,7 @@ class Supervisor:
         memory: MemoryConfig,
         run_dir: Path,
         metrics: Metrics,
+        events: EventLog | None = None,
         environment: Mapping[str, str] = os.environ,
         patience: Patience | None = None,
         load_wait_seconds: float = _LOAD_WAIT_SECONDS,
@@ -60,6 +63,7 @@ class Supervisor:
         self._engine = engine
         self._run_dir = run_dir
         self._metrics = metrics
+        self._chronicle = Chronicle(metrics, events or EventLog())
         self._environment = environment
         self._patience = patience
         self._load_wait_seconds = load_wait_seconds
@@ -81,6 +85,7 @@ class Supervisor:
             probe=probe or (lambda: probe_machine(engine.device_list())),
             make_backend=make_backend or self._local_backend,
             metrics=metrics,
+            chronicle=self._chronicle,
             # A scripted engine has no binary to ask.
             verifier=self._verifier(learned) if make_backend is None else None,
         )
@@ -153,7 +158,10 @@ class Supervisor:
 
     def unload(self, model: ModelConfig) -> None:
         """Stop it once its requests have ended; the next request loads it again."""
-        self._do(self._unit(model).stop())
+        unit = self._unit(model)
+        if unit.is_alive:
+            self._chronicle.unloading(model.id)
+        self._do(unit.stop())
 
     async def apply(self, catalog: ModelCatalog, memory: MemoryConfig) -> Changes:
         """Go over to another configuration and touch only what differs; raises ModelFileError before anything changes.
@@ -173,7 +181,7 @@ class Supervisor:
             self._drop_successor(name)
             self._retire(self._units.pop(name))
             self._shown.pop(name, None)
-            self._metrics.forget_model(name)
+            self._chronicle.forgotten(name)
         for name in changes.adjusted:
             self._units[name].adopt(models[name])
             if name in self._successors:
@@ -219,7 +227,7 @@ class Supervisor:
             key=f"{model.id}#{next(self._numbers)}",
             facts=facts,
             load=self._loader.load,
-            metrics=self._metrics,
+            chronicle=self._chronicle,
             policy=self._new_policy(),
             on_change=self._on_change,
         )

@@ -15,8 +15,8 @@ from app.engine.report import Cause
 from app.errors import ModelFailed, ModelLoading, UpstreamFailed, UpstreamTimeout
 from app.eviction import Resident
 from app.gguf import ModelFacts
-from app.metrics import Metrics
 from app.offload import OffloadPlan
+from app.supervisor.chronicle import Chronicle
 from app.supervisor.planning import requested_context
 from app.supervisor.restarts import GiveUp, RestartPolicy
 from app.supervisor.signals import GaveUp, NoLongerWanted, UnitRetired, unless
@@ -27,7 +27,6 @@ _log = logging.getLogger(__name__)
 # What a load is taken to need before one has been seen: reading the file at this rate.
 _GUESSED_BYTES_PER_SECOND = 200e6
 _LEAST_RETRY_SECONDS = 2.0
-_LINES_LOGGED = 10
 _NO_TIME_SECONDS = 0.001
 
 
@@ -45,7 +44,7 @@ class Unit:
         key: str,
         facts: ModelFacts,
         load: Callable[[Unit], Awaitable[LocalBackend]],
-        metrics: Metrics,
+        chronicle: Chronicle,
         policy: RestartPolicy,
         on_change: Callable[[Unit], None],
     ) -> None:
@@ -67,7 +66,7 @@ class Unit:
         self.is_retired = False
         self._loop = asyncio.get_running_loop()
         self._load = load
-        self._metrics = metrics
+        self._chronicle = chronicle
         self._policy = policy
         self._on_change = on_change
         self._closed_doors = 0
@@ -322,11 +321,14 @@ class Unit:
         self._policy.became_ready(now)
         self.backend, self.is_summoned, self.is_ordered = backend, False, False
         self._become(State.READY)
+        self._chronicle.loaded(self.model.id, self._load_seconds)
         exit_task = self._loop.create_task(backend.wait_exit())
         ends: list[asyncio.Future[Any]] = [exit_task, self._loop.create_task(self._stop.wait())]
         try:
             while not any(end.done() for end in ends) and self._idle_left() != 0:
                 await asyncio.wait([*ends, self._changed], timeout=self._idle_left(), return_when="FIRST_COMPLETED")
+            if not any(end.done() for end in ends):
+                self._chronicle.idle(self.model.id, self.model.idle_unload_seconds)
         finally:
             # From here on nobody enters; in the same step in which that was decided.
             self.backend = None
@@ -368,17 +370,13 @@ class Unit:
         verdict = self._policy.ended(self._loop.time(), permanent=engine_exit.cause.permanent)
         if isinstance(verdict, GiveUp):
             raise GaveUp(engine_exit, verdict.retry_seconds)
-        _log.warning(
-            "model %s: %s Starting it again in %.1f s.", self.model.id, engine_exit.sentence, verdict.delay_seconds
-        )
-        self._metrics.engine_restarts.labels(self.model.id, engine_exit.cause.value).inc()
+        self._chronicle.restarting(self.model.id, engine_exit, verdict.delay_seconds)
         return verdict.delay_seconds
 
     def _fail(self, error: Exception) -> None:
-        failure = self._failure = Failure.of(error, now=self._loop.time())
-        _log.error("model %s cannot be started: %s", self.model.id, failure.reason)
-        for line in failure.log_tail[-_LINES_LOGGED:]:
-            _log.info("model %s said: %s", self.model.id, line)
+        now = self._loop.time()
+        self._failure = Failure.of(error, now=now)
+        self._chronicle.failed(self.model.id, self._failure, self._failure.retry_at - now)
 
     def _expected_load_seconds(self) -> float:
         return self._load_seconds or self.facts.file_bytes / _GUESSED_BYTES_PER_SECOND
