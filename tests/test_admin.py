@@ -139,6 +139,8 @@ def test_a_wrong_number_of_lines(admin: httpx.Client, lines: str) -> None:
 
 
 def test_what_happened_is_told_in_order(admin: httpx.Client) -> None:
+    admin.post("/admin/models/a/unload")
+    becomes(admin, "a", "stopped")
     before = max((event["number"] for event in admin.get("/admin/events").json()["data"]), default=0)
     admin.post("/admin/models/a/load")
     becomes(admin, "a", "ready")
