@@ -32,7 +32,7 @@ from app.offload.host import PROCESS_BYTES
 from app.supervisor import Supervisor
 from tests.gguf_writer import write
 from tests.shapes import dense
-from tests.virtual_time import VirtualLoop
+from tests.virtual_time import SpinError, VirtualLoop, run_virtually
 
 MIB = 1 << 20
 NAMES = ("a", "b", "c", "d")
@@ -43,14 +43,20 @@ HANG_SECONDS = 75.0
 
 
 class Loop(VirtualLoop):
-    """Work for threads is done at once, in this one."""
+    """Work for threads is done in this one; who waits for it goes on in the loop's next pass, never in the same."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         future = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:
-            future.set_exception(error)
+
+        def work() -> None:
+            if future.cancelled():
+                return
+            try:
+                future.set_result(func(*args))
+            except Exception as error:
+                future.set_exception(error)
+
+        self.call_soon(work)
         return future
 
 
@@ -350,3 +356,30 @@ def test_two_hundred_histories(machine: type[FleetMachine]) -> None:
 @pytest.mark.timeout(1800)
 def test_two_thousand_histories(machine: type[FleetMachine]) -> None:
     run_state_machine_as_test(machine, settings=_settings(2000))
+
+
+def test_one_who_leaves_soon_and_one_who_answers_for_long_both_make_room(machine: type[FleetMachine]) -> None:
+    """The wait for the second was once a spin, since the first had ended and ended each wait at once."""
+    history = machine()
+    history.open()
+    for name in "abc":
+        history.change(name)
+    history.ask("a", 40.0)
+    history.wait(8.0)
+    history.ask("b", 0.1)
+    history.wait(8.0)
+    history.another_program(700)
+    history.wait(8.0)
+    history.ask("c", 0.1)
+    history.wait(60.0)
+    assert sorted(history.outcomes) == [(0, "ok"), (1, "ok"), (2, "ok")]
+    history.teardown()
+
+
+def test_a_spin_is_a_failure_that_names_its_place() -> None:
+    async def spin() -> None:
+        while True:
+            await asyncio.sleep(0)
+
+    with pytest.raises(SpinError, match=r"no time passes at 0\.000 s:(.|\n)*spin:\d+ > sleep:\d+"):
+        run_virtually(spin())

@@ -197,10 +197,11 @@ class Loader:
         _log.info("model %s: stopping %s to make room", unit.model.id, names)
         stops = [asyncio.create_task(each.stop()) for each in going]
         try:
-            while not all(stop.done() for stop in stops):
+            # Only those that still run: one that has ended would end each wait at once.
+            while going_on := [stop for stop in stops if not stop.done()]:
                 if not unit.is_wanted:
                     return False
-                await asyncio.wait([*stops, self._bell], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([*going_on, self._bell], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for stop in stops:
                 stop.cancel()
