@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -15,12 +16,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from app.api import Gateway, install_fault_handlers, router
+from app.api.front_door import FrontDoorMiddleware
 from app.api.gateway import ReadSettings, refuse_open_door
 from app.api.request_id import RequestIdMiddleware
 from app.auth import Authenticator
-from app.config import ModelCatalog, Settings
+from app.config import ModelCatalog, ServerConfig, Settings
 from app.engine.binary import EngineBinary, find_engine
-from app.errors import AddressInUse, GatewayError
+from app.errors import AddressInUse, ConfigError, GatewayError
 from app.events import EventLog
 from app.http_server import GatewayProtocol
 from app.instance import open_instance
@@ -54,6 +56,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     app.state.gateway = gateway
     app.router.routes.extend(router.routes)
+    app.add_middleware(FrontDoorMiddleware, rules=gateway, metrics=gateway.metrics)
     app.add_middleware(RequestIdMiddleware)
     install_fault_handlers(app)
     return app
@@ -114,6 +117,19 @@ def bind(settings: Settings) -> socket.socket:
         ) from None
 
 
+def check_certificate(server: ServerConfig) -> None:
+    """Raises ConfigError for a certificate and key that https cannot be served with."""
+    if server.tls_certificate is None or server.tls_key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(server.tls_certificate, server.tls_key)
+    except OSError as error:
+        raise ConfigError(
+            f"https cannot be served with {server.tls_certificate} and {server.tls_key} "
+            f"({getattr(error, 'reason', None) or error.strerror}); they must be PEM files that belong together."
+        ) from None
+
+
 class StopRequest:
     """The wish to stop: ``asked`` by the first signal, ``insisted`` on by the second."""
 
@@ -142,6 +158,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                ssl_certfile=gateway.settings.server.tls_certificate,
+                ssl_keyfile=gateway.settings.server.tls_key,
                 # The address of a client decides nothing here, so no header may claim one.
                 proxy_headers=False,
                 timeout_keep_alive=75,
@@ -219,6 +237,7 @@ async def serve(settings: Settings, stop: StopRequest, *, read_settings: ReadSet
     closes means it.
     """
     service = ServiceManager()
+    check_certificate(settings.server)
     with bind(settings) as listener:
         engine = await asyncio.to_thread(find_engine, settings.engine.binary)
         _log.info("engine: %s", engine.because)
@@ -231,7 +250,8 @@ async def serve(settings: Settings, stop: StopRequest, *, read_settings: ReadSet
                 asyncio.create_task(_reload_when_asked(gateway, service, stop), name="reload"),
                 asyncio.create_task(_say_ready(server, service, f"serving {names}"), name="ready"),
             ]
-            _log.info("serving %s on http://%s:%d/v1", names, f"[{host}]" if ":" in host else host, port)
+            scheme = "http" if settings.server.tls_certificate is None else "https"
+            _log.info("serving %s on %s://%s:%d/v1", names, scheme, f"[{host}]" if ":" in host else host, port)
             try:
                 await server.serve_until(stop, listener)
             finally:

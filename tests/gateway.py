@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import yaml
 
-_SERVING = re.compile(r"serving .* on (http://127\.0\.0\.1:\d+)/v1")
+_SERVING = re.compile(r"serving .* on (https?://127\.0\.0\.1:\d+)/v1")
 START_SECONDS = 60.0
 
 

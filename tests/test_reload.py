@@ -248,4 +248,4 @@ def test_what_cannot_be_used_changes_nothing(editable: Editable, demo_model: Pat
 
 def test_what_only_a_restart_changes_is_said(editable: Editable, tmp_path: Path) -> None:
     editable.edit(server={"port": 1}, state_dir=str(tmp_path / "elsewhere"))
-    assert editable.reload().json()["needs_restart"] == ["state_dir", "server.host and server.port"]
+    assert editable.reload().json()["needs_restart"] == ["state_dir", "the address and the certificate in server"]

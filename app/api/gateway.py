@@ -10,6 +10,7 @@ from typing import cast
 
 from starlette.requests import Request
 
+from app.api.front_door import DoorRules
 from app.auth import ApiKey, Authenticator
 from app.config import ModelCatalog, Settings
 from app.errors import ConfigError
@@ -38,7 +39,11 @@ class Gateway:
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
     read_settings: ReadSettings | None = None
+    door: DoorRules = field(init=False)
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.door = DoorRules.of(self.settings)
 
     async def reload(self) -> Reload:
         """Read the configuration again and go over to it, touching only what changed.
@@ -53,10 +58,11 @@ class Gateway:
             catalog = ModelCatalog(settings)
             changes = await self.supervisor.apply(catalog, settings.memory)
             fixed = [name for name in _FIXED if getattr(settings, name) != getattr(self.settings, name)]
-            if (settings.server.host, settings.server.port) != (self.settings.server.host, self.settings.server.port):
-                fixed.append("server.host and server.port")
+            if any(getattr(settings.server, key) != getattr(self.settings.server, key) for key in _FIXED_OF_SERVER):
+                fixed.append("the address and the certificate in server")
             self.settings, self.catalog, self.proxy.catalog = settings, catalog, catalog
             self.authenticator = Authenticator(settings.keys)
+            self.door = DoorRules.of(settings)
             done = Reload(changes, tuple(fixed))
             self.events.record(EventKind.RELOAD, "The configuration was read again.", detail=done.summary())
             return done
@@ -82,6 +88,7 @@ class Reload:
 
 
 _FIXED = ("engine", "quota", "state_dir")
+_FIXED_OF_SERVER = ("host", "port", "tls_certificate", "tls_key")
 
 
 def refuse_open_door(settings: Settings) -> None:

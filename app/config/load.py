@@ -15,6 +15,8 @@ from app.config.explain import explain, nearest
 from app.config.settings import Settings
 from app.errors import ConfigError
 
+_TLS_FILES = ("tls_certificate", "tls_key")
+
 CheckFlags = Callable[[Sequence[str]], object]
 """Raises ConfigError for engine flags that are not allowed."""
 
@@ -74,6 +76,10 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
             # "~name" of a user that does not exist: then it is an ordinary file name.
             return base / path
 
+    server = settings.server
+    files = {
+        key: absolute(path) for key in ("tls_certificate", "tls_key") if (path := getattr(server, key)) is not None
+    }
     models = {name: entry.model_copy(update={"path": absolute(entry.path)}) for name, entry in settings.models.items()}
     binary = settings.engine.binary
     if "/" in binary or "\\" in binary:
@@ -83,6 +89,7 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
         store = f"sqlite:{absolute(Path(store.removeprefix('sqlite:')))}"
     return settings.model_copy(
         update={
+            "server": server.model_copy(update=files),
             "models": models,
             "quota": settings.quota.model_copy(update={"store": store or None}),
             "engine": settings.engine.model_copy(update={"binary": binary}),
@@ -94,6 +101,7 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
 def _refuse_contradictions(settings: Settings, document: Document, check_flags: CheckFlags | None) -> None:
     problems = [*_missing_files(settings, document), *_names_given_twice(settings, document)]
     problems += [*_flags_not_allowed(settings, document, check_flags), *_state_not_writable(settings, document)]
+    problems += [*_tls_files_missing(settings, document)]
     problems += [*_keys_to_nowhere(settings, document), *_default_to_nowhere(settings, document)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -104,6 +112,14 @@ def _missing_files(settings: Settings, document: Document) -> Iterator[str]:
         if not _is_file(entry.path):
             place = document.place(("models", name, "path"))
             yield f"{place}: there is no file {entry.path}; correct the path or fetch the model first."
+
+
+def _tls_files_missing(settings: Settings, document: Document) -> Iterator[str]:
+    for key in _TLS_FILES:
+        path = getattr(settings.server, key)
+        if path is not None and not _is_file(path):
+            place = document.place(("server", key))
+            yield f"{place}: there is no file {path}; correct the path or leave out both keys."
 
 
 def _flags_not_allowed(settings: Settings, document: Document, check_flags: CheckFlags | None) -> Iterator[str]:

@@ -69,14 +69,33 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+def _is_origin(value: str) -> str:
+    if value != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", value.rstrip("/"), re.IGNORECASE):
+        raise ValueError("must be the origin of a web page, like https://chat.example.org, or *")
+    return value
+
+
+Origin = Annotated[str, AfterValidator(_is_origin)]
+
+
 class ServerConfig(_Section):
     """Where and how the gateway listens."""
 
     host: str = "127.0.0.1"
     port: Integer = Field(default=8080, ge=0, le=65535)
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[Origin, ...] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
     max_body: Size = ByteSize(16 << 20)
     drain_seconds: float = Field(default=30, ge=0, le=3600)
     load_wait: Duration = 300.0
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> ServerConfig:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: name both files or neither")
+        return self
 
     @property
     def is_loopback(self) -> bool:
