@@ -2,7 +2,7 @@
 
 from app.protocol.answer import ChatAnswer
 from app.protocol.ask import Answer, Ask, ChatStream, StreamRendering, ask_chat, error_event
-from app.protocol.chat import ChatRequest, parse_chat_request
+from app.protocol.chat import ChatRequest, chat_request, parse_chat_request
 from app.protocol.sse import EventTooLong, SSESplitter, event_data
 from app.protocol.usage import Timings, Usage, UsageMeter
 
@@ -19,6 +19,7 @@ __all__ = [
     "Usage",
     "UsageMeter",
     "ask_chat",
+    "chat_request",
     "error_event",
     "event_data",
     "parse_chat_request",

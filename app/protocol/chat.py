@@ -108,7 +108,11 @@ class ChatRequest:
 
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Check a body of ``/v1/chat/completions``; raises RequestError or InvalidValue naming the field."""
-    document = parse_object(body)
+    return chat_request(parse_object(body))
+
+
+def chat_request(document: Mapping[str, Any]) -> ChatRequest:
+    """The same for a body that is read already, or that was made of another API's; raises InvalidValue."""
     check_size({key: value for key, value in document.items() if key in _FORWARDED or key == "messages"})
     _check_replaced(document)
     fields = {key: document[key] for key in _FORWARDED if document.get(key) is not None}
