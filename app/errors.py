@@ -30,6 +30,8 @@ GatewayError                      500 server_error
     ├── StorageError              a folder or disk that cannot be written
     ├── DemoFailed                the demo could not fetch or ask
     └── DoesNotFit                exit code 3, with the numbers
+        ├── ContextAboveTrained   more context than the model was trained for
+        └── DeviceMissing         it must run on a device, and there is none that takes it
 
 Status, type, code and Retry-After are attributes of the class; a message says what happened, why, and what to do next.
 """
@@ -312,3 +314,15 @@ class DoesNotFit(SetupError):
     def __init__(self, message: str, *, numbers: Mapping[str, int] | None = None) -> None:
         super().__init__(message)
         self.numbers = dict(numbers or {})
+
+
+class ContextAboveTrained(DoesNotFit):
+    """The configured context exceeds the one that the model was trained for: no memory would help."""
+
+    public = "its context is set higher than the model was trained for"
+
+
+class DeviceMissing(DoesNotFit):
+    """The model must run on a device, and the engine has none that it runs on."""
+
+    public = "it must run on a GPU, and the engine finds none that it can use"

@@ -354,6 +354,13 @@ def test_a_missing_model_alone_names_the_command_line(tmp_path: Path) -> None:
         load_settings(model=tmp_path / "x.gguf")
 
 
+def test_a_projector_is_looked_for_beside_the_configuration(write: Write, tmp_path: Path) -> None:
+    loaded = load_settings(write("models: {m: {path: a.gguf, mmproj: b.gguf}}"))
+    assert loaded.models["m"].mmproj == tmp_path / "b.gguf"
+    assert next(iter(ModelCatalog(loaded))).mmproj == tmp_path / "b.gguf"
+    assert "models.m.mmproj: there is no file" in _refusal(write("models: {m: {path: a.gguf, mmproj: c}}"))
+
+
 def test_the_address_of_the_command_line_wins() -> None:
     loaded = Settings().listening_on(host=None, port=9)
     assert (loaded.server.host, loaded.server.port) == ("127.0.0.1", 9)

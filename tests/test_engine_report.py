@@ -55,6 +55,24 @@ def test_a_second_context_adds_up_and_trials_of_fit_do_not_count() -> None:
     assert report.measured().device_bytes() == {"CUDA0": 15 * MIB}
 
 
+PROJECTOR = """\
+0.30.537.062 I clip_ctx: CLIP using Vulkan0 backend
+0.30.537.572 I load_hparams: model size:         2.84 MiB
+0.30.543.220 I reserve_compute_meta:    Vulkan0 compute buffer size =     1.53 MiB
+0.30.543.221 I reserve_compute_meta:        CPU compute buffer size =     0.57 MiB
+0.30.543.236 I reserve_compute_meta:    Vulkan0 compute buffer size =     2.00 MiB
+"""
+
+
+def test_a_projector_is_a_part_of_its_own() -> None:
+    report = MemoryReport()
+    report.feed((NATIVE + PROJECTOR).splitlines())
+    sizes = {(buffer.device, buffer.kind): buffer.size_bytes for buffer in report.measured().buffers}
+    assert sizes["Vulkan0", BufferKind.COMPUTE] == round(15.14 * MIB)
+    assert sizes["Vulkan0", BufferKind.MMPROJ] == round(2.84 * MIB) + 2 * MIB
+    assert sizes["CPU", BufferKind.MMPROJ] == round(0.57 * MIB)
+
+
 def test_older_builds_have_no_prefix() -> None:
     report = MemoryReport()
     report.feed(["llama_context:      CUDA0 compute buffer size =   298.50 MiB"])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.errors import DoesNotFit
+from app.errors import ContextAboveTrained, DeviceMissing, DoesNotFit
 from app.gguf import ModelFacts, read_header
 from app.hardware import Device, Machine
 from app.memory import KVType, MemoryModel
@@ -180,7 +180,7 @@ def test_without_a_device_everything_is_in_ram(dense32b: ModelFacts) -> None:
 
 def test_a_device_that_is_asked_for_must_exist(tiny: ModelFacts) -> None:
     for wish in (Wish(require_gpu=True), Wish(gpu_layers=4)):
-        with pytest.raises(DoesNotFit, match="sees none"):
+        with pytest.raises(DeviceMissing, match="sees none"):
             plan_offload(tiny, machine(), wish)
     assert plan_offload(tiny, machine(), Wish(gpu_layers=0)).placement.gpu_layers == 0
 
@@ -218,7 +218,7 @@ def test_context_defaults_to_8192_within_what_was_trained(
     assert plan_offload(tiny, machine(), Wish()).placement.context_per_request == 8192
     short = written("short", shapes.dense(layers=2, embedding=256, heads=4, head_length=64, context=2048))
     assert plan_offload(short, machine(), Wish()).placement.context_per_request == 2048
-    with pytest.raises(DoesNotFit, match="trained for 2048 tokens") as caught:
+    with pytest.raises(ContextAboveTrained, match="trained for 2048 tokens") as caught:
         plan_offload(short, machine(), Wish(context=4096))
     assert caught.value.numbers == {"context_tokens": 4096, "context_trained_tokens": 2048}
 

@@ -40,6 +40,7 @@ _DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], Changes]] = {
     "one less": ({"a": {}, "b": {}}, {"b": {}}, Changes(removed=("a",))),
     "context": ({"a": {}}, {"a": {"context": 256}}, Changes(restarted=("a",))),
     "slots": ({"a": {}}, {"a": {"parallel": 2}}, Changes(restarted=("a",))),
+    "projector": ({"a": {}}, {"a": {"mmproj": "p.gguf"}}, Changes(restarted=("a",))),
     "flags": ({"a": {}}, {"a": {"extra_args": ["--no-warmup"]}}, Changes(restarted=("a",))),
     "names": ({"a": {}}, {"a": {"aliases": ["x"]}}, Changes(adjusted=("a",))),
     "rules": ({"a": {}}, {"a": {"pin": True, "idle_unload": "1m", "max_queue": 3}}, Changes(adjusted=("a",))),

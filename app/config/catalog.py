@@ -33,6 +33,7 @@ class ModelConfig:
     cpu_moe_layers: int | None
     require_gpu: bool
     extra_args: tuple[str, ...]
+    mmproj: Path | None = None
     idle_unload_seconds: float | None = None
     pin: bool = False
     preload: bool = False
@@ -75,6 +76,7 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
     return ModelConfig(
         id=name,
         path=entry.path,
+        mmproj=entry.mmproj,
         aliases=entry.aliases,
         context=entry.context,
         default_context=defaults.context,

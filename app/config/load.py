@@ -12,7 +12,7 @@ from pydantic_settings import SettingsError
 
 from app.config.document import Document
 from app.config.explain import explain, nearest
-from app.config.settings import Settings
+from app.config.settings import ModelEntry, Settings
 from app.errors import ConfigError
 
 _TLS_FILES = ("tls_certificate", "tls_key")
@@ -80,7 +80,12 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
     files = {
         key: absolute(path) for key in ("tls_certificate", "tls_key") if (path := getattr(server, key)) is not None
     }
-    models = {name: entry.model_copy(update={"path": absolute(entry.path)}) for name, entry in settings.models.items()}
+
+    def located(entry: ModelEntry) -> ModelEntry:
+        mmproj = None if entry.mmproj is None else absolute(entry.mmproj)
+        return entry.model_copy(update={"path": absolute(entry.path), "mmproj": mmproj})
+
+    models = {name: located(entry) for name, entry in settings.models.items()}
     binary = settings.engine.binary
     if "/" in binary or "\\" in binary:
         binary = str(absolute(Path(binary)))
@@ -109,9 +114,10 @@ def _refuse_contradictions(settings: Settings, document: Document, check_flags: 
 
 def _missing_files(settings: Settings, document: Document) -> Iterator[str]:
     for name, entry in settings.models.items():
-        if not _is_file(entry.path):
-            place = document.place(("models", name, "path"))
-            yield f"{place}: there is no file {entry.path}; correct the path or fetch the model first."
+        for key, path in (("path", entry.path), ("mmproj", entry.mmproj)):
+            if path is not None and not _is_file(path):
+                place = document.place(("models", name, key))
+                yield f"{place}: there is no file {path}; correct the path or fetch the model first."
 
 
 def _tls_files_missing(settings: Settings, document: Document) -> Iterator[str]:

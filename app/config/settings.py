@@ -165,6 +165,7 @@ class ModelEntry(_Section):
     """One model of the file, as written there."""
 
     path: Path
+    mmproj: Path | None = None
     aliases: tuple[str, ...] = ()
     context: Tokens | None = None
     parallel: Integer | None = Field(default=None, ge=1, le=64)

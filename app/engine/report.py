@@ -21,6 +21,7 @@ class BufferKind(StrEnum):
     RS = "rs"
     COMPUTE = "compute"
     OUTPUT = "output"
+    MMPROJ = "mmproj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,18 @@ class MeasuredMemory:
 # One expression for the size of every buffer (llama.cpp src/llama-model.cpp, llama-kv-cache.cpp,
 # llama-memory-recurrent.cpp, llama-context.cpp); the prefix with time and level is not looked at.
 _BUFFER = re.compile(r"\b(\w+): +(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
+# A projector has buffers of the same words (llama.cpp tools/mtmd/clip.cpp), and says its device and weights before.
+_PROJECTOR_DEVICE = re.compile(r"CLIP using (\S+) backend")
+_PROJECTOR_WEIGHTS = re.compile(r"load_hparams: model size: +([\d.]+) MiB")
+_PROJECTOR_GRAPH = "reserve_compute_meta"
 _LAYERS = re.compile(r"load_tensors: offloaded (\d+)/(\d+) layers to GPU")
 _SLOTS = re.compile(r"initializing, n_slots = (\d+), n_ctx_slot = (\d+)")
 _NEW_CONTEXT = "llama_context: constructing llama_context"
 # Everything before this line was a trial without memory behind it.
 _FIT_ENDED = "fitting params to free memory took"
 # These are printed again when a context is re-planned; the last one holds. The others add up (two caches with SWA).
-_LAST_HOLDS = frozenset({BufferKind.COMPUTE, BufferKind.OUTPUT})
+_LAST_HOLDS = frozenset({BufferKind.COMPUTE, BufferKind.OUTPUT, BufferKind.MMPROJ})
+_OF_PROJECTOR_WEIGHTS, _OF_PROJECTOR_GRAPH = -1, -2
 
 
 class MemoryReport:
@@ -78,6 +84,7 @@ class MemoryReport:
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, str, BufferKind], int] = {}
         self._context = 0
+        self._projector_device = "CPU"
         self._layers: tuple[int | None, int | None] = (None, None)
         self._slots: tuple[int | None, int | None] = (None, None)
 
@@ -101,20 +108,27 @@ class MemoryReport:
 
     def _feed_line(self, line: str) -> None:
         if " buffer size = " in line and (found := _BUFFER.search(line)):
-            self._add(found[2], BufferKind(found[3].lower()), round(float(found[4]) * _MIB))
+            if found[1] == _PROJECTOR_GRAPH:
+                self._add(_OF_PROJECTOR_GRAPH, found[2], BufferKind.MMPROJ, found[4])
+            else:
+                self._add(self._context, found[2], BufferKind(found[3].lower()), found[4])
         elif _NEW_CONTEXT in line:
             self._context += 1
         elif _FIT_ENDED in line:
             self._sizes.clear()
+        elif found := _PROJECTOR_DEVICE.search(line):
+            self._projector_device = found[1]
+        elif found := _PROJECTOR_WEIGHTS.search(line):
+            self._add(_OF_PROJECTOR_WEIGHTS, self._projector_device, BufferKind.MMPROJ, found[1])
         elif found := _LAYERS.search(line):
             self._layers = (int(found[1]), int(found[2]))
         elif found := _SLOTS.search(line):
             self._slots = (int(found[1]), int(found[2]))
 
-    def _add(self, device: str, kind: BufferKind, size_bytes: int) -> None:
-        key = (self._context, device, kind)
+    def _add(self, context: int, device: str, kind: BufferKind, size_mib: str) -> None:
+        key = (context, device, kind)
         before = 0 if kind in _LAST_HOLDS else self._sizes.get(key, 0)
-        self._sizes[key] = before + size_bytes
+        self._sizes[key] = before + round(float(size_mib) * _MIB)
 
 
 class Cause(StrEnum):

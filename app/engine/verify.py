@@ -111,6 +111,8 @@ def accounting_of(measured: MeasuredMemory, version: str) -> Accounting:
     """The buffers of a loaded engine in the parts of an accounting."""
     rows: dict[str, dict[str, int]] = {"host": {}}
     for buffer in measured.buffers:
+        if buffer.kind not in _PARTS:
+            continue  # a projector, which no accounting holds
         row = rows.setdefault("host" if buffer.on_host else buffer.device, {})
         part = _PARTS[buffer.kind]
         row[part] = row.get(part, 0) + buffer.size_bytes

@@ -6,7 +6,8 @@ The limits are far above every published model and keep memory and time small.
 from __future__ import annotations
 
 from app.gguf.facts import ModelFacts, Scalar, TensorInfo
+from app.gguf.projector import read_projector
 from app.gguf.shards import read_header
 from app.gguf.types import TENSOR_TYPES, TensorType
 
-__all__ = ["TENSOR_TYPES", "ModelFacts", "Scalar", "TensorInfo", "TensorType", "read_header"]
+__all__ = ["TENSOR_TYPES", "ModelFacts", "Scalar", "TensorInfo", "TensorType", "read_header", "read_projector"]

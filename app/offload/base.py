@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.errors import DoesNotFit
+from app.errors import ContextAboveTrained, DoesNotFit
 from app.hardware import Machine
 from app.memory import KVType, MemoryModel, Placement
 from app.offload.wish import Wish
@@ -19,7 +19,7 @@ _FLASH_HEADS = frozenset({(size, size) for size in (40, 64, 72, 80, 96, 112, 128
 
 
 def base_placement(model: MemoryModel, machine: Machine, wish: Wish) -> Placement:
-    """Nothing on a device yet, no caches yet. Raises DoesNotFit for a context that the model was not trained for."""
+    """Nothing on a device yet, no caches yet. Raises ContextAboveTrained."""
     context = _context(model, wish)
     batch, ubatch = _batches(machine, wish, context)
     return Placement(
@@ -66,7 +66,7 @@ def _context(model: MemoryModel, wish: Wish) -> int:
     if wish.context is None:
         return min(_DEFAULT_CONTEXT, trained) if trained > 0 else _DEFAULT_CONTEXT
     if 0 < trained < wish.context:
-        raise DoesNotFit(
+        raise ContextAboveTrained(
             f"{model.shape.facts.name} was trained for {trained} tokens, so a context of {wish.context} would only "
             f"yield nonsense: set context to {trained} or less.",
             numbers={"context_tokens": wish.context, "context_trained_tokens": trained},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from app.errors import DoesNotFit
+from app.errors import DeviceMissing, DoesNotFit
 from app.gguf import ModelFacts
 from app.hardware import Machine
 from app.memory import REGISTRY, Correction, Family, KVType, MemoryModel, Placement
@@ -84,7 +84,7 @@ class _Planner:
     def _check_devices(self) -> None:
         wanted = "require_gpu" if self.wish.require_gpu else "gpu_layers" if self.wish.gpu_layers else None
         if wanted and not self.machine.devices:
-            raise DoesNotFit(
+            raise DeviceMissing(
                 f"{wanted} asks for a device but the engine sees none: check driver and engine build with "
                 "`llama-gateway doctor`, or take that setting away.",
                 numbers={"devices": 0},

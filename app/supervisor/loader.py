@@ -11,13 +11,12 @@ from app.config import MemoryConfig, ModelConfig
 from app.engine.verify import PlanVerifier
 from app.errors import DoesNotFit
 from app.eviction import Evict, Go, Resident, SharingRules, Wait, as_good, choose
-from app.gguf import ModelFacts, read_header
 from app.hardware import Machine
 from app.metrics import Metrics
 from app.offload import OffloadPlan, plan_offload
 from app.supervisor.chronicle import Chronicle
 from app.supervisor.holdings import Holding, left_over
-from app.supervisor.planning import planned_parts, wish_for
+from app.supervisor.planning import ModelFiles, planned_parts, wish_for
 from app.supervisor.signals import NoLongerWanted
 from app.supervisor.unit import Unit
 
@@ -109,18 +108,18 @@ class Loader:
         self._show_memory(unit.model, backend)
         return backend
 
-    def _plan(self, model: ModelConfig, machine: Machine, facts: ModelFacts | None = None) -> OffloadPlan:
-        facts = facts or read_header(model.path)
-        return plan_offload(facts, machine, wish_for(model, self.memory, facts))
+    def _plan(self, model: ModelConfig, machine: Machine, files: ModelFiles | None = None) -> OffloadPlan:
+        files = files or ModelFiles.read(model)
+        return plan_offload(files.facts, machine, wish_for(model, self.memory, files.facts), mmproj=files.mmproj)
 
     async def _make_room(self, unit: Unit) -> OffloadPlan:
         """A plan that fits what is free now, after others were stopped if need be; raises DoesNotFit."""
         hoped, give_up_at = unit.lost_plan, self._loop.time() + _RETURN_SECONDS
-        facts = await asyncio.to_thread(read_header, unit.model.path)
+        files = await asyncio.to_thread(ModelFiles.read, unit.model)
         while True:
             holders = self._holders(unit)
             try:
-                decision = await self._decide(unit, facts)
+                decision = await self._decide(unit, files)
             except DoesNotFit as error:
                 if self._holders(unit) != holders:
                     continue  # somebody left while we looked
@@ -144,7 +143,7 @@ class Loader:
             elif await self._evict(unit, decision.model_ids):
                 hoped, give_up_at = decision.hoped, self._loop.time() + _RETURN_SECONDS
 
-    async def _decide(self, unit: Unit, facts: ModelFacts) -> Go | Evict | Wait:
+    async def _decide(self, unit: Unit, files: ModelFiles) -> Go | Evict | Wait:
         holdings = self._holdings(unit)
         machine = await self._look(self._holders(unit))
         residents = self._residents(unit) if unit.may_evict else []
@@ -154,7 +153,7 @@ class Loader:
         def plan_without(gone: frozenset[str]) -> OffloadPlan:
             if gone not in plans:
                 try:
-                    plans[gone] = self._plan(unit.model, self._left_over(machine, holdings, gone), facts)
+                    plans[gone] = self._plan(unit.model, self._left_over(machine, holdings, gone), files)
                 except DoesNotFit as error:
                     plans[gone] = error
             plan = plans[gone]

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from app.config import MemoryConfig, ModelConfig
-from app.gguf import ModelFacts
+from app.gguf import ModelFacts, read_header, read_projector
 from app.offload import OffloadPlan, Wish
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What the files of a model say: the model's own, and its projector's where it has one."""
+
+    facts: ModelFacts
+    mmproj: ModelFacts | None = None
+
+    @classmethod
+    def read(cls, model: ModelConfig) -> ModelFiles:
+        """Read both headers; raises ModelFileError."""
+        return cls(read_header(model.path), None if model.mmproj is None else read_projector(model.mmproj))
 
 
 def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wish:

@@ -19,13 +19,14 @@ from app.engine.process import State
 from app.engine.verify import PlanVerifier
 from app.errors import Draining, ModelNotFound
 from app.events import EventLog
-from app.gguf import ModelFacts, read_header
+from app.gguf import ModelFacts
 from app.hardware import Machine, probe_machine
 from app.metrics import Metrics
 from app.offload import OffloadPlan
 from app.supervisor.changes import Changes, compare
 from app.supervisor.chronicle import Chronicle
 from app.supervisor.loader import Loader, MakeBackend
+from app.supervisor.planning import ModelFiles
 from app.supervisor.restarts import RestartPolicy
 from app.supervisor.signals import UnitRetired
 from app.supervisor.status import ModelStatus
@@ -90,7 +91,7 @@ class Supervisor:
             verifier=self._verifier(learned) if make_backend is None else None,
         )
         for model in catalog:
-            self._add(model, read_header(model.path))
+            self._add(model, ModelFiles.read(model).facts)
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Supervisor:
         changes = compare(known, catalog)
         models = {model.id: model for model in catalog}
         facts = {
-            name: await asyncio.to_thread(read_header, models[name].path)
+            name: (await asyncio.to_thread(ModelFiles.read, models[name])).facts
             for name in (*changes.added, *changes.restarted)
         }
         self._loader.memory = memory
