@@ -3,15 +3,19 @@
 from app.protocol.answer import ChatAnswer
 from app.protocol.ask import Answer, Ask, ChatStream, StreamRendering, ask_chat, error_event
 from app.protocol.chat import ChatRequest, chat_request, parse_chat_request
+from app.protocol.delta import CallDelta, Delta, DeltaReader
 from app.protocol.sse import EventTooLong, SSESplitter, event_data
 from app.protocol.usage import Timings, Usage, UsageMeter
 
 __all__ = [
     "Answer",
     "Ask",
+    "CallDelta",
     "ChatAnswer",
     "ChatRequest",
     "ChatStream",
+    "Delta",
+    "DeltaReader",
     "EventTooLong",
     "SSESplitter",
     "StreamRendering",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from app.auth import ApiKey
 from app.config import ModelCatalog, ModelConfig
 from app.metrics import Metrics
-from app.protocol import Ask
+from app.protocol import Ask, ChatRequest
+from app.proxy.counting import Counting
 from app.proxy.exchange import ExchangeResponse, Patience, Work
 from app.proxy.exchanges import Exchanges
 from app.proxy.generation import Generation
@@ -45,6 +48,13 @@ class Proxy:
         """The response to a request for text; raises ModelNotFound, ModelNotAllowed or Draining."""
         model = self.model(ask.request.model, key)
         return self.exchange(Generation(self.parts, ask, model=model, key=key, preferences=preferences))
+
+    def count(
+        self, request: ChatRequest, key: ApiKey, *, write: Callable[[int], bytes], endpoint: str
+    ) -> ExchangeResponse:
+        """The response that tells the prompt's tokens; raises ModelNotFound, ModelNotAllowed or Draining."""
+        model = self.model(request.model, key)
+        return self.exchange(Counting(self.parts, request, model=model, write=write, endpoint=endpoint))
 
     def exchange(self, work: Work) -> ExchangeResponse:
         """The response that does this work, broken off when the gateway stops or the client leaves."""
