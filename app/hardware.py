@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pynvml
@@ -99,7 +100,29 @@ def _same_device(device: Device, driver: DeviceMemory) -> bool:
     return alike and (driver.name in device.description or driver.name.startswith("amdgpu"))
 
 
+def process_device_memory() -> dict[int, dict[str, int]]:
+    """Bytes that each process holds on each NVIDIA device, by its driver, which may not say; pid → device → bytes."""
+    held: dict[int, dict[str, int]] = {}
+    for handle in _nvidia_devices():
+        with suppress(pynvml.NVMLError):
+            name = str(pynvml.nvmlDeviceGetName(handle))
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                if process.usedGpuMemory is not None:
+                    of_process = held.setdefault(int(process.pid), {})
+                    of_process[name] = of_process.get(name, 0) + int(process.usedGpuMemory)
+    return held
+
+
 def _nvidia_memory() -> Iterator[DeviceMemory]:
+    for handle in _nvidia_devices():
+        with suppress(pynvml.NVMLError):
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name = pynvml.nvmlDeviceGetName(handle)
+            yield DeviceMemory(str(name), int(memory.total), int(memory.used), int(memory.free))
+
+
+def _nvidia_devices() -> Iterator[Any]:
+    """Handles, to be used while they are iterated over."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -107,10 +130,7 @@ def _nvidia_memory() -> Iterator[DeviceMemory]:
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             with suppress(pynvml.NVMLError):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                name = pynvml.nvmlDeviceGetName(handle)
-                yield DeviceMemory(str(name), int(memory.total), int(memory.used), int(memory.free))
+                yield pynvml.nvmlDeviceGetHandleByIndex(index)
     except pynvml.NVMLError:
         return
     finally:

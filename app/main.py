@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from app import __version__
 from app.api import Gateway, install_fault_handlers, router
 from app.api.front_door import FrontDoorMiddleware
 from app.api.gateway import ReadSettings, refuse_open_door
@@ -29,7 +30,7 @@ from app.instance import open_instance
 from app.metrics import Metrics
 from app.proxy import Proxy
 from app.quota import Quota, open_store
-from app.sampler import sample_forever
+from app.sampler import Sampler
 from app.scheduler import Scheduler
 from app.service import ServiceManager
 from app.supervisor import Supervisor
@@ -72,6 +73,7 @@ async def open_gateway(
     that another gateway uses. ``read_settings`` is what a reload reads.
     """
     catalog, metrics, events = ModelCatalog(settings), Metrics(), EventLog()
+    metrics.build.info({"version": __version__, "engine": f"{engine.kind} {engine.version}"})
     with open_instance(settings.state_dir) as instance:
         supervisor = Supervisor(
             catalog,
@@ -90,16 +92,21 @@ async def open_gateway(
         quota = Quota(open_store(store, base=settings.state_dir, fail_open=settings.quota.fail == "open"))
         proxy = Proxy(catalog=catalog, supervisor=supervisor, scheduler=scheduler, metrics=metrics, quota=quota)
         authenticator = Authenticator(settings.keys)
-        sampler = asyncio.create_task(sample_forever(metrics, supervisor), name="sampler")
+        gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, events, proxy)
+        gateway.read_settings = read_settings
+        sampler = Sampler(
+            metrics, supervisor=supervisor, scheduler=scheduler, quota=quota, keys=lambda: gateway.authenticator
+        )
+        sampling: asyncio.Task[None] | None = None
         try:
             await quota.open()
+            sampling = asyncio.create_task(sampler.run(), name="sampler")
             supervisor.start()
-            gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, events, proxy)
-            gateway.read_settings = read_settings
             yield gateway
         finally:
-            sampler.cancel()
-            await asyncio.gather(sampler, return_exceptions=True)
+            if sampling is not None:
+                sampling.cancel()
+                await asyncio.gather(sampling, return_exceptions=True)
             await supervisor.close()
             await quota.close()
 

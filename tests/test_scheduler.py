@@ -360,7 +360,7 @@ async def test_the_gauges_follow() -> None:
     assert house.gauge("queue_depth") == 0
     await house.drain()
     assert (house.gauge("slots", state="busy"), house.gauge("slots", state="idle")) == (0, 2)
-    assert house.gauge("queue_wait_seconds_count") == 2
+    assert house.metrics.of(MODEL).queue_wait.count == 2
 
 
 # Anything at all

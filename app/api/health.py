@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from app.api.gateway import gateway_of
+from app.exposition import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 
 
 async def live(request: Request) -> JSONResponse:
@@ -23,8 +23,12 @@ async def ready(request: Request) -> JSONResponse:
 
 
 async def metrics(request: Request) -> Response:
-    """``GET /metrics`` for Prometheus."""
-    return Response(gateway_of(request).metrics.expose(), media_type=CONTENT_TYPE_LATEST)
+    """``GET /metrics`` for Prometheus, in OpenMetrics if it asks for that."""
+    openmetrics = wants_openmetrics(request.headers.get("accept", ""))
+    return Response(
+        gateway_of(request).metrics.expose(openmetrics=openmetrics),
+        headers={"content-type": OPENMETRICS_TYPE if openmetrics else TEXT_TYPE, "vary": "accept"},
+    )
 
 
 routes: list[BaseRoute] = [

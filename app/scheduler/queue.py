@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 
 from app.errors import InvalidValue, Overloaded, Unavailable
 from app.scheduler.demand import Demand, Rules
@@ -41,9 +40,7 @@ class Queue:
                 waiter.granted.set_exception(too_many_slots(capacity))
         self._serve()
 
-    async def acquire(
-        self, key: str, *, slots: int, demand: Demand, max_queue: int, on_change: Callable[[], None]
-    ) -> Waiter:
+    async def acquire(self, key: str, *, slots: int, demand: Demand, max_queue: int) -> Waiter:
         """Returns with the slots taken; a cancelled waiter leaves nothing behind."""
         waiter = Waiter(key, slots, demand, next(self._numbers), asyncio.get_running_loop().create_future())
         if self._turns.next(self._may_start) is None and self._fits(waiter) and self._may_start(waiter):
@@ -52,7 +49,6 @@ class Queue:
         self._refuse_what_is_too_much(waiter, max_queue)
         self._turns.add(waiter)
         self.waiting += 1
-        on_change()
         try:
             async with asyncio.timeout(demand.deadline_seconds):
                 await waiter.granted

@@ -67,19 +67,13 @@ class Scheduler:
         queue.resize(capacity, rules)
         loop = asyncio.get_running_loop()
         started = loop.time()
+        waiter = await queue.acquire(key, slots=slots, demand=demand, max_queue=max_queue)
+        lease = Lease(model_id, queue, waiter, waited_seconds=loop.time() - started)
+        self._metrics.of(model_id).queue_wait.observe(lease.waited_seconds)
         try:
-            waiter = await queue.acquire(
-                key, slots=slots, demand=demand, max_queue=max_queue, on_change=lambda: self._show(model_id, queue)
-            )
-            lease = Lease(model_id, queue, waiter, waited_seconds=loop.time() - started)
-            self._metrics.queue_wait.labels(model_id).observe(lease.waited_seconds)
-            try:
-                self._show(model_id, queue)
-                yield lease
-            finally:
-                queue.release(waiter, is_prefilled=lease.is_prefilled)
+            yield lease
         finally:
-            self._show(model_id, queue)
+            queue.release(waiter, is_prefilled=lease.is_prefilled)
 
     def observe(
         self, model_id: str, *, prompt_tokens_per_second: float | None, answer_tokens_per_second: float | None
@@ -97,10 +91,23 @@ class Scheduler:
         """Requests that wait for a slot now."""
         return self._queue(model_id).waiting
 
-    def _queue(self, model_id: str) -> Queue:
-        return self._queues.setdefault(model_id, Queue())
+    def held_tokens(self, model_id: str) -> int:
+        """Tokens of context promised to requests in flight."""
+        return self._queue(model_id).held_tokens
 
-    def _show(self, model_id: str, queue: Queue) -> None:
-        self._metrics.queue_depth.labels(model_id).set(queue.waiting)
-        self._metrics.slots.labels(model_id, "busy").set(queue.busy)
-        self._metrics.slots.labels(model_id, "idle").set(max(0, queue.capacity - queue.busy))
+    def show(self, model_id: str) -> None:
+        """Have the model's gauges read from its queue; again after its metrics were forgotten."""
+        queue = self._queue(model_id)
+        self._metrics.watch_queue(
+            model_id,
+            waiting=lambda: queue.waiting,
+            busy=lambda: queue.busy,
+            idle=lambda: max(0, queue.capacity - queue.busy),
+        )
+
+    def _queue(self, model_id: str) -> Queue:
+        queue = self._queues.get(model_id)
+        if queue is None:
+            queue = self._queues[model_id] = Queue()
+            self.show(model_id)
+        return queue
