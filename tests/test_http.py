@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
@@ -174,6 +175,17 @@ def scrape(client: httpx.Client) -> dict[tuple[str, frozenset[tuple[str, str]]],
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def test_openmetrics_is_spoken_to_who_asks_for_it(client: httpx.Client) -> None:
+    plain = client.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
+    asked = client.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"})
+    assert asked.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in openmetrics_families(asked.text)}
+    assert families["llama_gateway_build"].type == "info"
+    engine_bytes = [sample.value for sample in families["llama_gateway_engine_resident_bytes"].samples]
+    assert max(engine_bytes, default=0) >= 0
 
 
 def test_a_scrape_does_not_load_a_model(engine: str, demo_model: Any, tmp_path: Any) -> None:
