@@ -3,6 +3,7 @@
 GatewayError                      500 server_error
 ├── RequestError                  400 invalid_request_error: the client can mend it
 │   ├── InvalidValue              400 invalid_value, names the parameter
+│   ├── UnsupportedEndpoint       400 unsupported_endpoint_for_model
 │   ├── ContextLengthExceeded     400 context_length_exceeded, both numbers
 │   ├── InvalidApiKey             401 invalid_api_key
 │   ├── ModelNotAllowed           403 model_not_allowed
@@ -83,6 +84,12 @@ class InvalidValue(RequestError):
     """A field has a value that we cannot serve."""
 
     code = "invalid_value"
+
+
+class UnsupportedEndpoint(RequestError):
+    """The model is of another kind than the endpoint needs."""
+
+    code = "unsupported_endpoint_for_model"
 
 
 class ContextLengthExceeded(RequestError):

@@ -28,6 +28,7 @@ _ANSWERS: dict[str, tuple[int, str, str | None]] = {
     "GatewayError": (500, "server_error", "internal_error"),
     "RequestError": (400, "invalid_request_error", None),
     "InvalidValue": (400, "invalid_request_error", "invalid_value"),
+    "UnsupportedEndpoint": (400, "invalid_request_error", "unsupported_endpoint_for_model"),
     "ContextLengthExceeded": (400, "invalid_request_error", "context_length_exceeded"),
     "InvalidApiKey": (401, "invalid_request_error", "invalid_api_key"),
     "ModelNotAllowed": (403, "permission_error", "model_not_allowed"),

@@ -240,7 +240,7 @@ def test_a_cache_that_exceeds_the_ram_is_quantised(tiny: ModelFacts) -> None:
 
 def test_an_embedding_has_its_whole_context_in_one_batch(tiny: ModelFacts) -> None:
     placement = plan_offload(tiny, machine(7600), Wish(context=3000, embedding=True)).placement
-    assert placement.batch == placement.ubatch == 3000
+    assert placement.batch == placement.ubatch == 3072
     assert placement.cache_ram_mib == 0
 
 

@@ -10,7 +10,11 @@ from starlette.routing import BaseRoute, Route
 
 from app.api.gateway import Gateway, gateway_of, key_of
 from app.errors import ModelNotFound
+from app.gguf import Kind
 from app.supervisor import ModelStatus
+
+# llama.cpp's words for what a model can do.
+_CAPABILITIES = {Kind.CHAT: "completion", Kind.EMBEDDING: "embedding", Kind.RERANK: "rerank"}
 
 
 async def list_models(request: Request) -> JSONResponse:
@@ -39,6 +43,8 @@ def _document(gateway: Gateway, status: ModelStatus) -> dict[str, Any]:
         "aliases": list(status.model.aliases),
         "max_model_len": status.context_tokens,
         "state": status.state.value,
+        "kind": status.kind.value,
+        "capabilities": [_CAPABILITIES[status.kind]],
         "meta": {
             "n_ctx": status.context_tokens,
             "n_ctx_train": facts.context_trained,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.config.settings import Defaults, FixedOffload, KVCache, ModelEntry, OnOverflow, Settings
+from app.config.settings import Defaults, FixedOffload, KVCache, ModelEntry, ModelKind, OnOverflow, Settings
 from app.errors import ModelNotFound
 
 
@@ -34,6 +34,7 @@ class ModelConfig:
     require_gpu: bool
     extra_args: tuple[str, ...]
     mmproj: Path | None = None
+    kind: ModelKind = "auto"
     idle_unload_seconds: float | None = None
     pin: bool = False
     preload: bool = False
@@ -85,6 +86,7 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
         on_overflow=entry.on_overflow or defaults.on_overflow,
         max_queue=defaults.max_queue if entry.max_queue is None else entry.max_queue,
         kv_cache=entry.kv_cache,
+        kind=entry.kind,
         gpu_layers=fixed.gpu_layers,
         cpu_moe_layers=fixed.cpu_moe_layers,
         require_gpu=entry.require_gpu,

@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 _KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 OnOverflow = Literal["reject", "clamp", "trim_oldest"]
+ModelKind = Literal["auto", "chat", "embedding", "rerank"]
 KVCache = Literal["auto", "f16", "q8_0", "q4_0"]
 
 
@@ -173,6 +174,7 @@ class ModelEntry(_Section):
     max_tokens_ceiling: Tokens | None = None
     on_overflow: OnOverflow | None = None
     max_queue: Integer | None = Field(default=None, ge=0, le=100_000)
+    kind: ModelKind = "auto"
     kv_cache: KVCache = "auto"
     offload: Annotated[FixedOffload | None, BeforeValidator(_auto_is_none)] = None
     idle_unload: IdleTime | None = None

@@ -44,8 +44,7 @@ def build_argv(
     _add_placement(line, plan)
     _add_context(line, plan)
     _add_mmproj(line, plan)
-    if plan.wish.embedding:
-        line.add("embedding")
+    _add_kind(line, plan)
     return (*engine.command, *line.arguments, *_extra(engine, extra_args))
 
 
@@ -112,6 +111,17 @@ def _add_mmproj(line: CommandLine, plan: OffloadPlan) -> None:
         line.add("no_mmproj_offload")
     elif where is not None and len(plan.machine.devices) > 1:
         line.add("mmproj_device", where)
+
+
+def _add_kind(line: CommandLine, plan: OffloadPlan) -> None:
+    if not plan.wish.embedding:
+        return
+    if plan.wish.pooling == "rank":
+        line.add("reranking")
+        return
+    line.add("embedding")
+    if plan.wish.pooling is not None:
+        line.add("pooling", plan.wish.pooling)
 
 
 def _extra(engine: EngineBinary, extra_args: Sequence[str]) -> tuple[str, ...]:

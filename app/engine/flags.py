@@ -50,6 +50,8 @@ FLAGS: dict[str, Flag] = {
     "no_mmproj_offload": Flag(("--no-mmproj-offload",), required=True),
     "mmproj_device": Flag(("--mmproj-device", "-mmdev")),
     "embedding": Flag(("--embedding", "--embeddings"), required=True),
+    "pooling": Flag(("--pooling",), required=True),
+    "reranking": Flag(("--reranking", "--rerank"), required=True),
     "metrics": Flag(("--metrics",)),
     "no_ui": Flag(("--no-ui", "--no-webui")),
     "sse_ping": Flag(("--sse-ping-interval",)),
@@ -111,8 +113,7 @@ _ALLOWED_EXTRA: dict[str, int] = {
             "--warmup", "--no-warmup", "--perf", "--no-perf", "--check-tensors", "--cache-prompt", "--no-cache-prompt",
             "--prefill-assistant", "--no-prefill-assistant", "--skip-chat-parsing", "--no-skip-chat-parsing",
             "--reasoning-preserve", "--no-reasoning-preserve", "--op-offload", "--no-op-offload",
-            "--cont-batching", "--no-cont-batching", "--cache-idle-slots", "--no-cache-idle-slots", "--rerank",
-            "--reranking",
+            "--cont-batching", "--no-cont-batching", "--cache-idle-slots", "--no-cache-idle-slots",
         ),
         0,
     ),
@@ -149,6 +150,7 @@ _CONFIGURED_BY: dict[str, str] = {
     **dict.fromkeys(("-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe"), "offload: {cpu_moe_layers: N}"),
     **dict.fromkeys(("-mm", "--mmproj"), "mmproj"),
     **dict.fromkeys(("--embedding", "--embeddings"), "kind: embedding"),
+    **dict.fromkeys(("--rerank", "--reranking"), "kind: rerank"),
 }
 
 

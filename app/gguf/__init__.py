@@ -6,8 +6,21 @@ The limits are far above every published model and keep memory and time small.
 from __future__ import annotations
 
 from app.gguf.facts import ModelFacts, Scalar, TensorInfo
+from app.gguf.kind import ENCODERS, Kind, file_pooling, natural_kind
 from app.gguf.projector import read_projector
 from app.gguf.shards import read_header
 from app.gguf.types import TENSOR_TYPES, TensorType
 
-__all__ = ["TENSOR_TYPES", "ModelFacts", "Scalar", "TensorInfo", "TensorType", "read_header", "read_projector"]
+__all__ = [
+    "ENCODERS",
+    "TENSOR_TYPES",
+    "Kind",
+    "ModelFacts",
+    "Scalar",
+    "TensorInfo",
+    "TensorType",
+    "file_pooling",
+    "natural_kind",
+    "read_header",
+    "read_projector",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from app.errors import ContextAboveTrained, DoesNotFit
 from app.hardware import Machine
 from app.memory import KVType, MemoryModel, Placement
+from app.memory.placement import padded
 from app.offload.wish import Wish
 
 _DEFAULT_CONTEXT = 8192
@@ -77,7 +78,8 @@ def _context(model: MemoryModel, wish: Wish) -> int:
 def _batches(machine: Machine, wish: Wish, context: int) -> tuple[int, int]:
     """An embedding needs its whole text in one ubatch; on a CPU a batch is what a cancelled request waits for."""
     if wish.embedding:
-        return context, context
+        # A slot has that many cells, so no text that it takes is longer.
+        return padded(context), padded(context)
     return (_DEVICE_BATCH, DEVICE_UBATCH) if machine.devices else (_CPU_BATCH, _CPU_BATCH)
 
 

@@ -11,7 +11,9 @@ _MIB = 1 << 20
 class Wish:
     """Intentions; None leaves a choice to the planner, anything else is kept exactly or refused.
 
-    ``context`` is in tokens for each request, prompt and answer together.
+    ``context`` is in tokens for each request, prompt and answer together. With ``embedding``
+    every text is computed at once; ``pooling`` is how its vectors become one (``rank``: a relevance), None what the
+    file says.
     """
 
     context: int | None = None
@@ -22,4 +24,5 @@ class Wish:
     vram_reserve_bytes: int = 512 * _MIB
     ram_reserve_bytes: int = 2048 * _MIB
     embedding: bool = False
+    pooling: str | None = None
     require_gpu: bool = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from app.auth import ApiKey
 from app.config import ModelCatalog, ModelConfig
+from app.errors import UnsupportedEndpoint
+from app.gguf import Kind
 from app.metrics import Metrics
 from app.protocol import Ask, ChatRequest
 from app.proxy.counting import Counting
@@ -19,6 +21,11 @@ from app.scheduler import Scheduler
 from app.supervisor import Supervisor
 
 _NO_PREFERENCES = Preferences()
+_SAYS: Mapping[Kind, str] = {
+    Kind.CHAT: "writes text, use it with /v1/chat/completions; for vectors or ranking choose one of another kind",
+    Kind.EMBEDDING: "makes embeddings only, use it with /v1/embeddings",
+    Kind.RERANK: "ranks documents only, use it with /v1/rerank",
+}
 
 
 class Proxy:
@@ -37,11 +44,17 @@ class Proxy:
         """Refuse new exchanges, let the open ones end, and after ``seconds`` end them with an error."""
         await self._exchanges.drain(seconds)
 
-    def model(self, name: str, key: ApiKey) -> ModelConfig:
-        """The model of that name, for this key; raises ModelNotFound, ModelNotAllowed or Draining."""
+    def model(self, name: str, key: ApiKey, kind: Kind | None = Kind.CHAT) -> ModelConfig:
+        """The model of that name, for this key, if it is of the ``kind``; None takes any.
+
+        Raises ModelNotFound, ModelNotAllowed, UnsupportedEndpoint or Draining.
+        """
         self._exchanges.admit()
         model = self.catalog.resolve(name)
         key.require(model.id)
+        actual = self.parts.supervisor.kind(model)
+        if kind is not None and actual is not kind:
+            raise UnsupportedEndpoint(f"The model {model.id!r} {_SAYS[actual]}.", param="model")
         return model
 
     def generate(self, ask: Ask, key: ApiKey, preferences: Preferences = _NO_PREFERENCES) -> ExchangeResponse:

@@ -14,6 +14,7 @@ _OF_THE_ENGINE = (
     "context",
     "parallel",
     "kv_cache",
+    "kind",
     "gpu_layers",
     "cpu_moe_layers",
     "require_gpu",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from app.config import MemoryConfig, ModelConfig
-from app.gguf import ModelFacts, read_header, read_projector
+from app.gguf import Kind, ModelFacts, file_pooling, natural_kind, read_header, read_projector
 from app.offload import OffloadPlan, Wish
 
 
@@ -25,6 +25,7 @@ class ModelFiles:
 
 def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wish:
     """What the configuration asks of the planner."""
+    kind = kind_of(model, facts)
     return Wish(
         context=requested_context(model, facts),
         parallel=model.parallel,
@@ -34,7 +35,22 @@ def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wis
         vram_reserve_bytes=int(memory.vram_reserve),
         ram_reserve_bytes=int(memory.ram_reserve),
         require_gpu=model.require_gpu,
+        embedding=kind is not Kind.CHAT,
+        pooling=_pooling(kind, facts),
     )
+
+
+def kind_of(model: ModelConfig, facts: ModelFacts) -> Kind:
+    """What the model is for: as configured, else what its file says."""
+    return natural_kind(facts) if model.kind == "auto" else Kind(model.kind)
+
+
+def _pooling(kind: Kind, facts: ModelFacts) -> str | None:
+    """What the engine must be told: without a pooling it has a vector for each token, which is no embedding."""
+    if kind is Kind.RERANK:
+        return "rank"
+    is_said = file_pooling(facts) in {"mean", "cls", "last"}
+    return "mean" if kind is Kind.EMBEDDING and not is_said else None
 
 
 def requested_context(model: ModelConfig, facts: ModelFacts) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from app.config import ModelConfig
 from app.engine.process import State
 from app.engine.report import Cause
-from app.gguf import ModelFacts
+from app.gguf import Kind, ModelFacts
 from app.offload import OffloadPlan
+from app.supervisor.planning import kind_of
 from app.supervisor.signals import GaveUp
 
 # A model that failed for a reason outside its engine (no room, no file, no disk) is not tried again before this.
@@ -62,3 +63,8 @@ class ModelStatus:
     load_seconds: float | None = None
     plan: OffloadPlan | None = None
     argv: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind:
+        """What the model is for."""
+        return kind_of(self.model, self.facts)

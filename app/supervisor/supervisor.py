@@ -19,7 +19,7 @@ from app.engine.process import State
 from app.engine.verify import PlanVerifier
 from app.errors import Draining, ModelNotFound
 from app.events import EventLog
-from app.gguf import ModelFacts
+from app.gguf import Kind, ModelFacts
 from app.hardware import Machine, probe_machine
 from app.metrics import Metrics
 from app.offload import OffloadPlan
@@ -101,6 +101,10 @@ class Supervisor:
     def status(self, model: ModelConfig) -> ModelStatus:
         """What is known of this model now."""
         return self._unit(model).status()
+
+    def kind(self, model: ModelConfig) -> Kind:
+        """What the model is for."""
+        return self._unit(model).kind
 
     def backend(self, model: ModelConfig) -> LocalBackend | None:
         """The model's engine if it is ready."""

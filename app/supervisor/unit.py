@@ -17,7 +17,7 @@ from app.eviction import Resident
 from app.gguf import ModelFacts
 from app.offload import OffloadPlan
 from app.supervisor.chronicle import Chronicle
-from app.supervisor.planning import requested_context
+from app.supervisor.planning import kind_of, requested_context
 from app.supervisor.restarts import GiveUp, RestartPolicy
 from app.supervisor.signals import GaveUp, NoLongerWanted, UnitRetired, unless
 from app.supervisor.status import Failure, ModelStatus
@@ -51,7 +51,7 @@ class Unit:
         self.model = model
         # Names this unit among those of all configurations, where the model's name may come twice.
         self.key = key
-        self.facts = facts
+        self.facts, self.kind = facts, kind_of(model, facts)
         self.backend: LocalBackend | None = None
         self.plan: OffloadPlan | None = None
         # By what the engine that just died had run: as much should be free again soon.
