@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -106,9 +105,3 @@ def _token(name: bytes, value: bytes) -> bytes | None:
         # An unknown scheme is a wrong key, not an absent one.
         return token.strip() if scheme.lower() == b"bearer" else scheme + b" " + token
     return None
-
-
-def new_key() -> tuple[str, str]:
-    """A fresh key of 256 random bits, and the hash for the configuration."""
-    key = "lg-" + secrets.token_urlsafe(32)
-    return key, "sha256:" + hashlib.sha256(key.encode()).hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import logging.config
 import re
 from contextvars import ContextVar
 
@@ -40,25 +39,10 @@ class _NotOurAborts(logging.Filter):
 def configure_logging(*, verbose: bool = False, quiet: bool = False) -> None:
     """Send log lines to stderr: all of ours with ``verbose``, only warnings with ``quiet``."""
     level = "DEBUG" if verbose else "WARNING" if quiet else "INFO"
-    logging.config.dictConfig(
-        {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "filters": {"context": {"()": _Context}, "aborts": {"()": _NotOurAborts}},
-            "formatters": {
-                "line": {
-                    "()": _RedactingFormatter,
-                    "format": "%(asctime)s %(levelname)s %(name)s %(request_id)s %(message)s",
-                }
-            },
-            "handlers": {
-                "stderr": {
-                    "class": "logging.StreamHandler",
-                    "formatter": "line",
-                    "filters": ["context", "aborts"],
-                }
-            },
-            "root": {"level": "WARNING", "handlers": ["stderr"]},
-            "loggers": {"app": {"level": level}, "uvicorn.error": {"level": "WARNING"}},
-        }
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(name)s %(request_id)s %(message)s"))
+    handler.addFilter(_Context())
+    handler.addFilter(_NotOurAborts())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("app").setLevel(level)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -220,10 +220,13 @@ class Server(uvicorn.Server):
 
 
 def run(main: Callable[[StopRequest], Coroutine[Any, Any, None]]) -> None:
-    """Run the main coroutine on the fast loop; SIGTERM and SIGINT ask it to stop."""
+    """Run the main coroutine on the fast loop; SIGTERM and SIGINT ask it to stop, KeyboardInterrupt if it could not."""
     factory = None if sys.platform == "win32" else uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_with_signals(main))
+        try:
+            runner.run(_with_signals(main))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 async def _with_signals(main: Callable[[StopRequest], Coroutine[Any, Any, None]]) -> None:

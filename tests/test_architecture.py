@@ -26,6 +26,7 @@ _LINES = (
     (0, "service"),
     (1, "memory"),
     (1, "quota"),
+    (1, "credential"),
     (1, "auth"),
     (1, "tokens"),
     (2, "offload"),
@@ -49,8 +50,11 @@ _KNOWS_NEITHER = frozenset({"protocol", "gguf", "hardware", "memory", "offload",
 _DATA_PATH = ("proxy", "backends")
 _MAX_FILE_LINES = 400
 _MAX_FUNCTION_LINES = 50
-# A table of commands and their options is one long function by nature.
-_LONG_FUNCTIONS_ALLOWED = frozenset({"app.cli.commands"})
+# A command with many options is one long function by nature.
+_LONG_FUNCTIONS_ALLOWED = frozenset({"app.cli.commands.plan"})
+# The command line imports the one command that was called: a plan takes a fifth of the time that a web server's
+# libraries take to import, and people wait for it.
+_IMPORT_BY_NAME_ALLOWED = frozenset({"app.cli.program"})
 
 Sources = Mapping[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -139,7 +143,8 @@ def imports_in_functions(sources: Sources) -> list[str]:
         for module, source in sources.items()
         for function in _functions(source)
         for inner in ast.walk(function)
-        if isinstance(inner, ast.Import | ast.ImportFrom) or _imports_by_call(inner)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+        or (_imports_by_call(inner) and module not in _IMPORT_BY_NAME_ALLOWED)
     ]
 
 
@@ -285,6 +290,7 @@ def test_an_import_inside_a_function_is_seen(statement: str) -> None:
     nested = f"class A:\n    async def f(self):\n        if True:\n            {statement}\n"
     assert imports_in_functions({"app.x": nested}) == ["app.x:4"]
     assert imports_in_functions({"app.x": f"import importlib\n{statement}\n"}) == []
+    assert len(imports_in_functions({"app.cli.program": nested})) == (0 if "module" in statement else 1)
 
 
 def test_importers_are_seen() -> None:

@@ -6,8 +6,9 @@ import hashlib
 
 import pytest
 
-from app.auth import ANONYMOUS, ApiKey, Authenticator, new_key
+from app.auth import ANONYMOUS, ApiKey, Authenticator
 from app.config import KeyConfig
+from app.credential import new_key
 from app.errors import InvalidApiKey, ModelNotAllowed
 
 ALICE, BOB = "lg-alice-0123456789", "lg-bob-0123456789"

@@ -12,7 +12,7 @@ import httpx
 import orjson
 import pytest
 
-from app.auth import new_key
+from app.credential import new_key
 from app.protocol import parse_chat_request
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -95,6 +96,18 @@ def test_demo_model_agrees_with_the_gguf_package(demo_model: Path, demo_oracle: 
     assert facts.parameters == 134_515_008
     assert facts.chat_template is not None
     assert "<|im_start|>" in facts.chat_template
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 5000])
+def test_words_of_any_length_are_stepped_over(tmp_path: Path, count: int) -> None:
+    chance = random.Random(count)
+    # Lengths whose first byte is that of a short one, bytes that look like a length, and runs of short words.
+    words = [
+        "\0" * chance.choice([0, 1, 7, 31, 32, 255, 256, 257, 300, 70000 if count < 99 else 6]) for _ in range(count)
+    ]
+    words += [chr(chance.randrange(32)) * chance.randrange(9) for _ in range(count)]
+    path = write(tmp_path / "words.gguf", SMALL, extra={"tokenizer.ggml.merges": words, "general.after": "here"})
+    assert_agrees(read_header(path), oracle(path))
 
 
 def test_arrays_come_only_when_asked_for(demo_model: Path, demo_oracle: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from app.auth import new_key
+from app.credential import new_key
 from app.logs import configure_logging, redact, request_id
 
 KEY = "lg-" + "Zm9v_YmFy-" * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from app.auth import new_key
+from app.credential import new_key
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 

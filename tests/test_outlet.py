@@ -15,7 +15,7 @@ import orjson
 import psutil
 import pytest
 
-from app.auth import new_key
+from app.credential import new_key
 from tests.conftest import MODEL_ID
 from tests.fleet import fake_binary
 from tests.inprocess import Client, InProcess, gateway_in_process

@@ -1,5 +1,1 @@
-"""The commands, one file each."""
-
-from app.cli.commands import app, main
-
-__all__ = ["app", "main"]
+"""The command line: arguments in, exit code out."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import orjson
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from app.cli.drawing import explanation, offers
 from app.engine.binary import EngineBinary, find_engine
@@ -22,7 +22,9 @@ from app.hardware import Device, Machine, probe_machine
 from app.offload import OffloadPlan, Wish, alternatives, plan_offload
 
 _KV_CACHES = ("auto", "f16", "q8_0", "q4_0")
-_SIZE = TypeAdapter(ByteSize)
+# The units of the configuration's sizes; pydantic, which reads those, takes longer to import than a plan takes.
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b?)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def print_plan(request: PlanRequest, *, as_json: bool) -> None:
         raise
     argv = _argv(plan, engine) if engine is not None else ()
     if as_json:
-        typer.echo(orjson.dumps(plan.document(argv=argv), option=orjson.OPT_INDENT_2))
+        typer.echo(json.dumps(plan.document(argv=argv), indent=2, ensure_ascii=False))
         return
     _print(explanation(plan) if request.explain else _short(plan))
     if argv:
@@ -141,7 +143,8 @@ def _described_devices(vram: str, machine: Machine) -> tuple[Device, ...]:
 
 
 def _size(option: str, text: str) -> int:
-    try:
-        return int(_SIZE.validate_python(text.strip()))
-    except ValidationError:
-        raise ConfigError(f"{option} {text!r} is not a size; write it like 8GiB.") from None
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"{option} {text!r} is not a size; write it like 8GiB.")
+    number, prefix, binary = found.groups(default="")
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()])
