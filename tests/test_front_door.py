@@ -13,8 +13,8 @@ import pytest
 import trustme
 
 from app.api.front_door import DoorRules, OriginNotAllowed, UnknownHost
-from app.auth import new_key
 from app.config import Settings
+from app.credential import new_key
 from app.errors import ConfigError
 from app.main import check_certificate
 from tests.gateway import GatewayProcess, running_gateway

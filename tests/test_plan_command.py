@@ -110,10 +110,11 @@ def test_a_20_gb_file_is_planned_in_three_tenths_of_a_second(tmp_path: Path) -> 
     assert path.stat().st_size > 20e9
     seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
+        # Of this process, not of the clock: other work on the machine is no plan's fault.
+        begin = time.process_time()
         plan_offload(read_header(path), machine(7600, 11500), Wish(context=32768))
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.3  # 0.07 to 0.1 s of it are the header
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 0.2
 
 
 # --- what would fit instead ---------------------------------------------------------------------------------------
