@@ -109,6 +109,9 @@ class Metrics:
         self.engine_restarts = self._counter(
             "engine_restarts", "Engines started again after they died.", ("model", "cause")
         )
+        self.step_downs = self._counter(
+            "plan_step_downs", "Smaller plans made after an engine ran out of memory.", ("model",)
+        )
         self.evictions = self._counter("evictions", "Models stopped to make room for another.", ("model",))
         self.engine_resident = self._gauge("engine_resident_bytes", "Resident memory of the engine.", ("model",))
         self.engine_major_faults = self._counter(

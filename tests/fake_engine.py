@@ -304,6 +304,8 @@ class Engine:
         for line in (*self.switches.log_lines, *self._offload_lines()):
             log(line)
         await asyncio.sleep(self.switches.load_seconds)
+        if any(f"{flag} " in self.line.words for flag in self.switches.no_memory_for):
+            self._run_out_of_memory()
         if self._death_at == "load":
             self._end_process()
         slots = f"n_slots = {self.n_slots}, n_ctx_slot = {self.n_ctx}, kv_unified = 'false'"
@@ -313,6 +315,12 @@ class Engine:
         if self._death_at.endswith("s"):
             await asyncio.sleep(float(self._death_at[:-1]))
             self._end_process()
+
+    def _run_out_of_memory(self) -> NoReturn:
+        device = "allocating 512.00 MiB on device 0: cudaMalloc failed: out of memory"
+        host = "alloc_tensor_range: failed to allocate CPU buffer of size 536870912"
+        log(device if self.switches.no_memory_of == "device" else host)
+        os._exit(1)
 
     def _offload_lines(self) -> list[str]:
         failed = "ggml_cuda_init: failed to initialize CUDA: no CUDA-capable device is detected"

@@ -46,6 +46,8 @@ class Switches:
     die: str = (
         ""  # rst|eof|sigkill|sigill|exit137|exit1 @ load | request (no byte sent) | 3s (after ready) | chunk number
     )
+    no_memory_for: tuple[str, ...] = ()  # "--ubatch-size 1024": with any of these it runs out of memory at load …
+    no_memory_of: str = "device"  # … of the device or the host
     error_event: int = -1  # an error event in place of this chunk, then a clean end without [DONE]
     half_line: int = -1  # half the bytes of this chunk's event, then a clean end without [DONE]
     silence_seconds: float = 0.0  # pause before chunk `silence_at`; the headers are sent before
@@ -82,6 +84,7 @@ class CommandLine:
     context: int
     parallel: int
     keys: frozenset[str]
+    words: str = ""
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> CommandLine:
@@ -99,4 +102,5 @@ class CommandLine:
             context=int(option("-c", "--ctx-size", default="0")) or 8192,
             parallel=max(1, int(option("-np", "--parallel", default="4"))),
             keys=frozenset(keys),
+            words=f"{' '.join(argv)} ",
         )

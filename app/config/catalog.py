@@ -35,6 +35,7 @@ class ModelConfig:
     extra_args: tuple[str, ...]
     mmproj: Path | None = None
     kind: ModelKind = "auto"
+    allow_smaller_context: bool = False
     idle_unload_seconds: float | None = None
     pin: bool = False
     preload: bool = False
@@ -90,6 +91,7 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
         gpu_layers=fixed.gpu_layers,
         cpu_moe_layers=fixed.cpu_moe_layers,
         require_gpu=entry.require_gpu,
+        allow_smaller_context=entry.allow_smaller_context,
         extra_args=entry.extra_args,
         idle_unload_seconds=_idle_unload(entry, defaults),
         pin=entry.pin,

@@ -181,6 +181,7 @@ class ModelEntry(_Section):
     pin: bool = False
     preload: bool = False
     require_gpu: bool = False
+    allow_smaller_context: bool = False
     extra_args: tuple[str, ...] = ()
 
 

@@ -51,11 +51,12 @@ class LaunchSpec:
 
 
 class EngineDied(Exception):
-    """The engine ended before it was ready; ``exit`` says why."""
+    """The engine ended before it was ready; ``exit`` says why, ``is_final`` that all that might help was tried."""
 
-    def __init__(self, exit: EngineExit) -> None:
+    def __init__(self, exit: EngineExit, *, is_final: bool = False) -> None:
         super().__init__(exit.sentence)
         self.exit = exit
+        self.is_final = is_final
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from app.engine.state import State
+from app.offload import Shortage
 
 _MIB = 1 << 20
 
@@ -187,9 +188,11 @@ _START_UP: tuple[tuple[Cause, re.Pattern[str]], ...] = (
 )
 _DEVICE_MEMORY = re.compile(
     r"cudaMalloc failed: out of memory|CUDA error: out of memory|hipMalloc failed|ErrorOutOfDeviceMemory|"
-    r"OutOfDeviceMemory|allocating [\d.]+ MiB on device|(?:failed|unable) to allocate (?!CPU)\w+ buffer"
+    r"OutOfDeviceMemory|allocating [\d.]+ MiB on device|(?:failed|unable) to allocate (?!CPU|\w+_Host)\w+ buffer"
 )
-_HOST_MEMORY = re.compile(r"(?:failed|unable) to allocate CPU\w* buffer|std::bad_alloc|ErrorOutOfHostMemory")
+_HOST_MEMORY = re.compile(
+    r"(?:failed|unable) to allocate (?:CPU\w*|\w+_Host) buffer|std::bad_alloc|ErrorOutOfHostMemory"
+)
 _GRAPH_MEMORY = re.compile(r"failed to allocate compute|failed to initialize the context")
 _MODEL_FILE = re.compile(
     r"error loading model|failed to load model|failed to open GGUF|invalid magic|exiting due to model loading error"
@@ -250,6 +253,15 @@ class EngineExit:
     def public(self) -> str:
         """One sentence for a client: no path, no argument, no log."""
         return _SENTENCES[self.cause][1]
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """The memory that it ran out of, None when it died of something else."""
+        if self.cause is Cause.OUT_OF_DEVICE_MEMORY:
+            return Shortage.DEVICE
+        if self.cause is Cause.KILLED_FOR_MEMORY:
+            return Shortage.RAM_AT_LOAD if self.phase is State.STARTING else Shortage.RAM_IN_USE
+        return None
 
     @property
     def sentence(self) -> str:

@@ -21,7 +21,7 @@ from app.memory import (
     MemoryModel,
     correction_of,
 )
-from app.offload import Confirmation, OffloadPlan, Wish, plan_offload
+from app.offload import Confirmation, OffloadPlan, Shortage, Wish, plan_offload, step_down, with_word
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +80,14 @@ class PlanVerifier:
     def confirm(self, plan: OffloadPlan, *, extra_args: Sequence[str] = ()) -> OffloadPlan:
         """``plan`` with the engine's word on it, or another one for the same wish; see ``plan``."""
         return self.plan(plan.model, plan.machine, plan.wish, mmproj=plan.mmproj, extra_args=extra_args)
+
+    def step_down(self, plan: OffloadPlan, shortage: Shortage, *, extra_args: Sequence[str] = ()) -> OffloadPlan | None:
+        """The next smaller plan, if there is one, with the engine's word on it where it had one on ``plan``."""
+        smaller = step_down(plan, shortage, families=self._families)
+        if smaller is None or plan.verified is None:
+            return smaller
+        probe = ask_accounting(smaller, self._engine, environment=self._environment, extra_args=extra_args)
+        return with_word(smaller, probe.accounting or probe.finding or "The engine said nothing of its memory.")
 
     def learn(self, plan: OffloadPlan, measured: MeasuredMemory) -> None:
         """Note what a loaded engine holds against what was planned, for engines that could not be asked before."""

@@ -138,5 +138,13 @@ def _same_question(one: Placement, other: Placement) -> bool:
     )
 
 
+def with_word(plan: OffloadPlan, heard: Accounting | str) -> OffloadPlan:
+    """``plan`` as it is, with what the engine says of it: its figures, or a sentence on why there are none."""
+    if isinstance(heard, str):
+        return _unverified(plan, heard)
+    reason = Reason("verified", "after a step down", f"{heard.by} counted these flags before it read a weight")
+    return replace(plan, verified=Verified(heard), reasons=(*plan.reasons, reason))
+
+
 def _unverified(plan: OffloadPlan, finding: str) -> OffloadPlan:
     return replace(plan, finding=finding, reasons=(*plan.reasons, Reason("verified", "no", finding)))

@@ -31,7 +31,8 @@ class OffloadPlan:
     """How a model will be run on a machine; sizes in bytes.
 
     ``correction`` is what the formulas were corrected by; ``verified`` is the engine's own word on these flags, and
-    ``finding`` says why there is none after it was asked.
+    ``finding`` says why there is none after it was asked. ``steps`` are what was lowered after engines that ran out of
+    memory, oldest first. ``degraded`` says how the engine, once loaded, does not run as planned.
     """
 
     model: ModelFacts
@@ -45,6 +46,8 @@ class OffloadPlan:
     correction: Correction = field(default_factory=Correction)
     verified: Verified | None = None
     finding: str | None = None
+    steps: tuple[Reason, ...] = ()
+    degraded: str | None = None
 
     def document(self, *, argv: Sequence[str] = ()) -> dict[str, Any]:
         """The plan as JSON; ``left_bytes`` is what remains after the reserve."""

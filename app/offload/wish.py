@@ -11,9 +11,9 @@ _MIB = 1 << 20
 class Wish:
     """Intentions; None leaves a choice to the planner, anything else is kept exactly or refused.
 
-    ``context`` is in tokens for each request, prompt and answer together. With ``embedding``
-    every text is computed at once; ``pooling`` is how its vectors become one (``rank``: a relevance), None what the
-    file says.
+    ``context`` is in tokens for each request, prompt and answer together; ``allow_smaller_context`` lets it shrink
+    after an engine ran out of memory, never before. With ``embedding`` every text is computed at once; ``pooling`` is
+    how its vectors become one (``rank``: a relevance), None what the file says.
     """
 
     context: int | None = None
@@ -26,3 +26,4 @@ class Wish:
     embedding: bool = False
     pooling: str | None = None
     require_gpu: bool = False
+    allow_smaller_context: bool = False

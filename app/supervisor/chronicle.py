@@ -7,6 +7,7 @@ import logging
 from app.engine.process import EngineExit
 from app.events import EventKind, EventLog
 from app.metrics import Metrics
+from app.offload import MOST_STEPS, OffloadPlan
 from app.supervisor.status import Failure
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,20 @@ class Chronicle:
         # Who may use this model need not know the name of the other.
         message, detail = "Stopped to make room for another model.", f"The room was needed by {made_room_for}."
         self._events.record(EventKind.EVICTION, message, model=model_id, cause="memory", detail=detail)
+
+    def stepped_down(self, model_id: str, plan: OffloadPlan, ended: EngineExit) -> None:
+        """The engine ran out of memory and is started by a smaller plan."""
+        step = plan.steps[-1]
+        setting = f"{step.setting} {step.value}"
+        _log.warning("model %s: now with %s (%s). %s", model_id, setting, step.because, ended.sentence)
+        self._metrics.step_downs.labels(model_id).inc()
+        self._events.record(
+            EventKind.STEP_DOWN,
+            f"{ended.public} Now with {setting} (step {len(plan.steps)} of at most {MOST_STEPS}).",
+            model=model_id,
+            cause=ended.cause.value,
+            detail=f"{step.because}. {ended.sentence}",
+        )
 
     def restarting(self, model_id: str, ended: EngineExit, delay_seconds: float) -> None:
         """The engine died and is started again."""

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from app.backends import LocalBackend
 from app.config import MemoryConfig, ModelConfig
+from app.engine.process import EngineDied, EngineExit, State
 from app.engine.verify import PlanVerifier
 from app.errors import DoesNotFit
 from app.eviction import Evict, Go, Resident, SharingRules, Wait, as_good, choose
 from app.hardware import Machine
 from app.metrics import Metrics
-from app.offload import OffloadPlan, plan_offload
+from app.offload import MOST_STEPS, OffloadPlan, Shortage, missing, plan_offload, replanned, step_down
 from app.supervisor.chronicle import Chronicle
 from app.supervisor.holdings import Holding, left_over
 from app.supervisor.planning import ModelFiles, planned_parts, wish_for
@@ -69,13 +70,12 @@ class Loader:
         """
         async with self._turn:
             self._looked = None
-            unit.plan = await self._confirmed(unit.model, await self._make_room(unit))
-            return await self._load(unit, unit.plan)
+            plan = await self._confirmed(unit.model, await self._make_room(unit))
+            return await self._load(unit, await self._below_what_died(unit, plan))
 
     async def preview(self, unit: Unit) -> OffloadPlan:
         """The plan by which the unit would be loaded now with nobody stopped; raises DoesNotFit."""
-        machine = await asyncio.to_thread(self._probe)
-        return await asyncio.to_thread(self._plan, unit.model, self._left_over(machine, self._holdings(unit)))
+        return await asyncio.to_thread(self._plan, unit.model, await self._free_now(unit))
 
     async def fits_beside(self, unit: Unit) -> bool:
         """Whether the unit could be loaded now with nobody stopped."""
@@ -92,6 +92,71 @@ class Loader:
         return await asyncio.to_thread(self._verifier.confirm, plan, extra_args=model.extra_args)
 
     async def _load(self, unit: Unit, plan: OffloadPlan) -> LocalBackend:
+        """The engine by ``plan``, or by the first smaller one that the memory really has room for."""
+        while True:
+            try:
+                return await self._start(unit, plan)
+            except EngineDied as died:
+                smaller = await self._step_down(unit, plan, died.exit)
+                if smaller is None:
+                    died.is_final = bool(plan.steps) and died.exit.shortage is not None
+                    raise
+                plan = smaller
+
+    async def _below_what_died(self, unit: Unit, plan: OffloadPlan) -> OffloadPlan:
+        """``plan``, unless it is no smaller than one that is known not to do.
+
+        After an engine that served and ran out of memory a step below that one's plan; after another death the plan
+        that steps had led to.
+        """
+        died, lost = unit.died, unit.lost_plan
+        if died is None or died.phase is not State.READY or lost is None or not as_good(plan, lost):
+            return plan
+        if (smaller := await self._step_down(unit, lost, died)) is not None:
+            return smaller
+        has_room = lost.memory.host.total_bytes <= plan.machine.ram_available_bytes - plan.wish.ram_reserve_bytes
+        return lost if lost.steps and has_room else plan
+
+    async def _step_down(self, unit: Unit, plan: OffloadPlan, ended: EngineExit) -> OffloadPlan | None:
+        """What to try instead of ``plan``, whose engine ``ended`` so; None when memory was not it or nothing is left.
+
+        Raises NoLongerWanted.
+        """
+        shortage = ended.shortage
+        if shortage is None or len(plan.steps) >= MOST_STEPS:
+            return None
+        smaller = await self._around_others(unit, plan) if shortage is Shortage.DEVICE else None
+        if smaller is None and self._verifier is not None:
+            ask = self._verifier.step_down
+            smaller = await asyncio.to_thread(ask, plan, shortage, extra_args=unit.model.extra_args)
+        elif smaller is None:
+            smaller = await asyncio.to_thread(step_down, plan, shortage)
+        if smaller is not None:
+            self._require_wanted(unit)
+            self._chronicle.stepped_down(unit.model.id, smaller, ended)
+        return smaller
+
+    async def _around_others(self, unit: Unit, plan: OffloadPlan) -> OffloadPlan | None:
+        """What fits beside programs that took memory of a device since ``plan`` was made; None where none did."""
+        give_up_at = self._loop.time() + _RETURN_SECONDS
+        while taken := missing(machine := await self._free_now(unit), plan.machine):
+            if self._loop.time() >= give_up_at:
+                break
+            # Perhaps it is only not back yet from the engine that ended.
+            await asyncio.sleep(_RETURN_PAUSE_SECONDS)
+        if not taken:
+            return None
+        try:
+            fresh = await self._confirmed(unit.model, await asyncio.to_thread(self._plan, unit.model, machine))
+        except DoesNotFit:
+            return None
+        return replanned(plan, fresh, taken)
+
+    async def _free_now(self, unit: Unit) -> Machine:
+        return self._left_over(await asyncio.to_thread(self._probe), self._holdings(unit))
+
+    async def _start(self, unit: Unit, plan: OffloadPlan) -> LocalBackend:
+        unit.plan = plan
         for line in plan.summary():
             _log.info("%s", line)
         backend = unit.loading = self._make_backend(unit.model, plan)

@@ -37,6 +37,7 @@ def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wis
         require_gpu=model.require_gpu,
         embedding=kind is not Kind.CHAT,
         pooling=_pooling(kind, facts),
+        allow_smaller_context=model.allow_smaller_context,
     )
 
 

@@ -56,6 +56,7 @@ class Unit:
         self.plan: OffloadPlan | None = None
         # By what the engine that just died had run: as much should be free again soon.
         self.lost_plan: OffloadPlan | None = None
+        self.died: EngineExit | None = None
         self.loading: LocalBackend | None = None
         self.users = 0
         self.waiting = 0
@@ -292,7 +293,7 @@ class Unit:
             self._fail(error)
             end = State.FAILED
         finally:
-            self._life = self.lost_plan = None
+            self._life = self.lost_plan = self.died = None
             self.is_summoned = self.is_ordered = self._is_restart = False
             self._become(end)
 
@@ -303,7 +304,7 @@ class Unit:
         try:
             backend = await unless(self._stop, self._load(self))
         except EngineDied as died:
-            return None if died.exit.cause is Cause.ASKED else self._judge(died.exit)
+            return None if died.exit.cause is Cause.ASKED else self._judge(died.exit, is_final=died.is_final)
         except (UpstreamFailed, UpstreamTimeout) as error:
             # It became ready and then did not answer.
             return self._judge(EngineExit(None, Cause.CRASH, State.STARTING, (str(error),)))
@@ -364,10 +365,10 @@ class Unit:
             stop.cancel()
             await asyncio.gather(stop, return_exceptions=True)
 
-    def _judge(self, engine_exit: EngineExit) -> float:
+    def _judge(self, engine_exit: EngineExit, *, is_final: bool = False) -> float:
         """The seconds to back off before the next start; raises GaveUp."""
-        self.loading, self.plan = None, None
-        verdict = self._policy.ended(self._loop.time(), permanent=engine_exit.cause.permanent)
+        self.loading, self.plan, self.died = None, None, engine_exit
+        verdict = self._policy.ended(self._loop.time(), permanent=is_final or engine_exit.cause.permanent)
         if isinstance(verdict, GiveUp):
             raise GaveUp(engine_exit, verdict.retry_seconds)
         self._chronicle.restarting(self.model.id, engine_exit, verdict.delay_seconds)
