@@ -4,6 +4,7 @@ GatewayError                      500 server_error
 ├── RequestError                  400 invalid_request_error: the client can mend it
 │   ├── InvalidValue              400 invalid_value, names the parameter
 │   ├── UnsupportedEndpoint       400 unsupported_endpoint_for_model
+│   ├── UnsupportedParameter      400 unsupported_parameter: right, but not for this model
 │   ├── ContextLengthExceeded     400 context_length_exceeded, both numbers
 │   ├── InvalidApiKey             401 invalid_api_key
 │   ├── ModelNotAllowed           403 model_not_allowed
@@ -21,6 +22,7 @@ GatewayError                      500 server_error
 │   ├── Draining                  503 server_is_stopping
 │   └── CountingTimedOut          503 server_is_overloaded
 ├── UpstreamFailed                502 upstream_failed: the engine died or broke off
+│   ├── AnswerRejected            502 answer_rejected: the model did not keep what the request was promised
 │   └── EngineGone                502 upstream_failed: its connection ended; what had not begun may be sent again
 ├── UpstreamTimeout               504 upstream_timeout
 └── SetupError                    exit code 2: the operator can mend it
@@ -90,6 +92,12 @@ class UnsupportedEndpoint(RequestError):
     """The model is of another kind than the endpoint needs."""
 
     code = "unsupported_endpoint_for_model"
+
+
+class UnsupportedParameter(RequestError):
+    """A field asks for what this model or this gateway cannot do."""
+
+    code = "unsupported_parameter"
 
 
 class ContextLengthExceeded(RequestError):
@@ -256,6 +264,15 @@ class UpstreamFailed(GatewayError):
     def headers(self) -> dict[str, str]:
         """A generation that began is not safe to repeat unseen."""
         return super().headers() | ({"x-should-retry": "false"} if self._streamed else {})
+
+
+class AnswerRejected(UpstreamFailed):
+    """The model's answer is not of the format that was asked for, or calls no tool where it had to."""
+
+    code = "answer_rejected"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, streamed=True)
 
 
 class EngineGone(UpstreamFailed):

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from app.protocol import Abilities
 from app.tokens import TokenCounter
 
 
@@ -26,6 +27,10 @@ class Backend(Protocol):
     @property
     def counter(self) -> TokenCounter:
         """Counts prompts against the real context of a slot."""
+
+    @property
+    def abilities(self) -> Abilities:
+        """What its model can take in."""
 
     def open(self, body: bytes) -> AbstractAsyncContextManager[Reply]:
         """Start an answer; leaving the context lets go of it at once.

@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from app.backends.abilities import learn_abilities
 from app.backends.faults import engine_fault
 from app.backends.liveness import Flight, Liveness, Patience
 from app.engine.binary import EngineBinary
@@ -26,6 +27,7 @@ from app.engine.records import INSTANCE_VARIABLE
 from app.engine.report import MeasuredMemory
 from app.errors import EngineGone, EngineUnusable, StorageError, UpstreamFailed
 from app.offload import OffloadPlan
+from app.protocol import Abilities
 from app.tokens import TokenCounter, learn_counter, read_vocabulary
 
 _log = logging.getLogger(__name__)
@@ -105,6 +107,7 @@ class LocalBackend:
         self._urls: dict[str, URL] = {}
         self._counter: TokenCounter | None = None
         self.slots = 0
+        self.abilities = Abilities()
 
     @property
     def is_ready(self) -> bool:
@@ -276,6 +279,7 @@ class LocalBackend:
             pre_tokenizer=str(self.plan.model.metadata.get("tokenizer.ggml.pre") or ""),
             vocabulary=await asyncio.to_thread(read_vocabulary, self.plan.model.path),
         )
+        self.abilities = await learn_abilities(self, properties)
         _log.info("model %s: %d slots of %d tokens", self.model_id, self.slots, context_tokens)
 
     def _write_key(self) -> None:

@@ -1,13 +1,16 @@
 """The wire: the fields that we read, the rest untouched; the engine's stream, cut and metered."""
 
+from app.protocol.abilities import Abilities
 from app.protocol.answer import ChatAnswer
 from app.protocol.ask import Answer, Ask, ChatStream, StreamRendering, ask_chat, error_event
 from app.protocol.chat import ChatRequest, chat_request, parse_chat_request
+from app.protocol.checked import checked
 from app.protocol.delta import CallDelta, Delta, DeltaReader
 from app.protocol.sse import EventTooLong, SSESplitter, event_data
 from app.protocol.usage import Timings, Usage, UsageMeter
 
 __all__ = [
+    "Abilities",
     "Answer",
     "Ask",
     "CallDelta",
@@ -24,6 +27,7 @@ __all__ = [
     "UsageMeter",
     "ask_chat",
     "chat_request",
+    "checked",
     "error_event",
     "event_data",
     "parse_chat_request",

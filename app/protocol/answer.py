@@ -31,10 +31,14 @@ class ChatAnswer:
         except (TypeError, AttributeError) as error:
             raise ValueError("the engine sent an event that is not a chunk") from error
 
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        """The choices so far, in order."""
+        return [self._choices[index] for index in sorted(self._choices)]
+
     def body(self, usage: Usage) -> bytes:
         """The whole answer as JSON."""
-        choices = [self._choices[index] for index in sorted(self._choices)]
-        document = self._head | {"object": "chat.completion", "choices": choices, "usage": usage.document()}
+        document = self._head | {"object": "chat.completion", "choices": self.choices, "usage": usage.document()}
         return orjson.dumps(document)
 
     def _add(self, chunk: dict[str, Any]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from app.errors import InvalidValue
+from app.protocol.abilities import Abilities, Headers, with_one_system_message, with_tools_looked_at
 from app.protocol.conversation import conversation
+from app.protocol.expectation import NOTHING, Expectation, expectation
 from app.protocol.fields import MAX_INTEGER, boolean, check_size, integer, model_name, parse_object
 from app.protocol.steering import check_numbers, check_shapes, with_named_tool
 
@@ -67,6 +69,7 @@ class ChatRequest:
     max_tokens: int | None
     choices: int
     fields: Mapping[str, Any]
+    expectation: Expectation = NOTHING
 
     @property
     def is_plain(self) -> bool:
@@ -82,6 +85,14 @@ class ChatRequest:
     def content_bytes(self) -> int:
         """UTF-8 bytes of all contents of a plain request."""
         return sum(len(message["content"].encode()) for message in self.messages)
+
+    def adapted(self, abilities: Abilities) -> tuple[ChatRequest, Headers]:
+        """The request as this model can take it, and what to tell the client about it; raises UnsupportedParameter."""
+        if abilities.tools and abilities.late_system:
+            return self, []
+        fields, notes = with_tools_looked_at(self.fields, abilities)
+        messages = self.messages if abilities.late_system else with_one_system_message(self.messages)
+        return replace(self, fields=fields, messages=messages), notes
 
     def counting_body(self) -> bytes:
         """What the engine needs to render and count the prompt."""
@@ -118,6 +129,7 @@ def chat_request(document: Mapping[str, Any]) -> ChatRequest:
     fields = {key: document[key] for key in _FORWARDED if document.get(key) is not None}
     check_numbers(fields)
     check_shapes(fields)
+    fields = with_named_tool(fields)
     stream = boolean(document, "stream")
     return ChatRequest(
         model=model_name(document),
@@ -126,7 +138,8 @@ def chat_request(document: Mapping[str, Any]) -> ChatRequest:
         include_usage=stream and _include_usage(document),
         max_tokens=_max_tokens(document),
         choices=fields.get("n", 1),
-        fields=with_named_tool(fields),
+        fields=fields,
+        expectation=expectation(fields),
     )
 
 

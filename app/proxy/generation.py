@@ -47,6 +47,7 @@ class Generation:
         self._lease: Lease | None = None
         self._backend: Backend | None = None
         self._admission: Admission | None = None
+        self._notes: Headers = []
 
     async def run(self, outlet: Outlet) -> None:
         """Admit, reserve, wait for a slot, answer; raises GatewayError."""
@@ -101,8 +102,9 @@ class Generation:
         model, key = self._model, self._key
         async with self._parts.supervisor.use(model) as backend:
             self._backend = backend
+            request, self._notes = self._request.adapted(backend.abilities)
             self._admission = await backend.counter.admit(
-                self._request,
+                request,
                 default_max_tokens=model.max_tokens,
                 overflow=self._preferences.overflow or Overflow(model.on_overflow),
                 ceiling_tokens=_lesser(model.max_tokens_ceiling, key.max_tokens_ceiling),
@@ -186,7 +188,7 @@ class Generation:
     def _context_headers(self) -> Headers:
         """What is known of context and budget; nothing while the model still loads."""
         context = [] if self._admission is None else self._admission.headers()
-        return context + ([] if self._reservation is None else self._reservation.headers())
+        return context + self._notes + ([] if self._reservation is None else self._reservation.headers())
 
     def _feed(self, chunk: bytes) -> bytes:
         try:

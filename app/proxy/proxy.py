@@ -9,7 +9,7 @@ from app.config import ModelCatalog, ModelConfig
 from app.errors import UnsupportedEndpoint
 from app.gguf import Kind
 from app.metrics import Metrics
-from app.protocol import Ask, ChatRequest
+from app.protocol import Ask, ChatRequest, checked
 from app.proxy.counting import Counting
 from app.proxy.exchange import ExchangeResponse, Patience, Work
 from app.proxy.exchanges import Exchanges
@@ -60,7 +60,7 @@ class Proxy:
     def generate(self, ask: Ask, key: ApiKey, preferences: Preferences = _NO_PREFERENCES) -> ExchangeResponse:
         """The response to a request for text; raises ModelNotFound, ModelNotAllowed or Draining."""
         model = self.model(ask.request.model, key)
-        return self.exchange(Generation(self.parts, ask, model=model, key=key, preferences=preferences))
+        return self.exchange(Generation(self.parts, checked(ask), model=model, key=key, preferences=preferences))
 
     def count(
         self, request: ChatRequest, key: ApiKey, *, write: Callable[[int], bytes], endpoint: str
