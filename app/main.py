@@ -10,18 +10,20 @@ import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from app import __version__
 from app.api import Gateway, install_fault_handlers, router
+from app.api.capture import CaptureMiddleware
 from app.api.front_door import FrontDoorMiddleware
 from app.api.gateway import ReadSettings, refuse_open_door
 from app.api.request_id import RequestIdMiddleware
 from app.auth import Authenticator
-from app.config import ModelCatalog, ServerConfig, Settings
+from app.captures import CaptureFolder
+from app.config import ModelCatalog, RequestLogConfig, ServerConfig, Settings
 from app.engine.binary import EngineBinary, find_engine
 from app.errors import AddressInUse, ConfigError, GatewayError
 from app.events import EventLog
@@ -30,6 +32,7 @@ from app.instance import open_instance
 from app.metrics import Metrics
 from app.proxy import Proxy
 from app.quota import Quota, open_store
+from app.request_log import RequestLog
 from app.sampler import Sampler
 from app.scheduler import Scheduler
 from app.service import ServiceManager
@@ -57,6 +60,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     app.state.gateway = gateway
     app.router.routes.extend(router.routes)
+    if gateway.captures is not None:
+        app.add_middleware(CaptureMiddleware, folder=gateway.captures)
     app.add_middleware(FrontDoorMiddleware, rules=gateway, metrics=gateway.metrics)
     app.add_middleware(RequestIdMiddleware)
     install_fault_handlers(app)
@@ -90,25 +95,61 @@ async def open_gateway(
         scheduler = Scheduler(metrics)
         store = settings.quota.store or f"sqlite:{settings.state_dir / 'quota.db'}"
         quota = Quota(open_store(store, base=settings.state_dir, fail_open=settings.quota.fail == "open"))
-        proxy = Proxy(catalog=catalog, supervisor=supervisor, scheduler=scheduler, metrics=metrics, quota=quota)
+        log = _request_log(settings.request_log, metrics)
+        observers = [] if log is None else [log.observe]
+        proxy = Proxy(
+            catalog=catalog,
+            supervisor=supervisor,
+            scheduler=scheduler,
+            metrics=metrics,
+            quota=quota,
+            observers=observers,
+        )
         authenticator = Authenticator(settings.keys)
         gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, events, proxy)
         gateway.read_settings = read_settings
+        gateway.captures = _captures(settings.request_log, metrics)
         sampler = Sampler(
             metrics, supervisor=supervisor, scheduler=scheduler, quota=quota, keys=lambda: gateway.authenticator
         )
-        sampling: asyncio.Task[None] | None = None
         try:
             await quota.open()
-            sampling = asyncio.create_task(sampler.run(), name="sampler")
-            supervisor.start()
-            yield gateway
+            async with _running(sampler, log, gateway.captures):
+                supervisor.start()
+                yield gateway
         finally:
-            if sampling is not None:
-                sampling.cancel()
-                await asyncio.gather(sampling, return_exceptions=True)
             await supervisor.close()
             await quota.close()
+
+
+class _Helper(Protocol):
+    async def run(self) -> None: ...
+
+
+@asynccontextmanager
+async def _running(*helpers: _Helper | None) -> AsyncIterator[None]:
+    """Run each beside the block, then cancel them."""
+    tasks = [asyncio.create_task(one.run(), name=type(one).__name__) for one in helpers if one is not None]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _request_log(config: RequestLogConfig, metrics: Metrics) -> RequestLog | None:
+    if config.file is None:
+        return None
+    lost = metrics.request_log_lost.labels("lines")
+    return RequestLog(None if config.is_stdout else config.file, on_lost=lost.inc)
+
+
+def _captures(config: RequestLogConfig, metrics: Metrics) -> CaptureFolder | None:
+    if config.bodies is None:
+        return None
+    lost = metrics.request_log_lost.labels("bodies")
+    return CaptureFolder(config.bodies, limit_bytes=int(config.bodies_limit), on_lost=lost.inc)
 
 
 def bind(settings: Settings) -> socket.socket:

@@ -56,6 +56,7 @@ class Metrics:
         self.requests = self._counter("requests", "Requests by how they ended.", ("model", "endpoint", "outcome"))
         self.rejected = self._counter("rejected", "Requests refused before an engine saw them.", ("reason",))
         self.context_overflow = self._counter("context_overflow", "Requests over the context of a slot.", ("model",))
+        self.request_log_lost = self._counter("request_log_lost", "Records that could not be written.", ("what",))
         self.client_disconnects = self._counter("client_disconnects", "Clients that left before their answer ended.")
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the request's arrival to the first byte of its answer.", _SECONDS

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from app.api.front_door import DoorRules
 from app.auth import ApiKey, Authenticator
+from app.captures import CaptureFolder
 from app.config import ModelCatalog, Settings
 from app.errors import ConfigError
 from app.events import EventKind, EventLog
@@ -39,6 +40,7 @@ class Gateway:
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
     read_settings: ReadSettings | None = None
+    captures: CaptureFolder | None = None
     door: DoorRules = field(init=False)
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -87,7 +89,7 @@ class Reload:
         return "; ".join(parts) or "no model changed"
 
 
-_FIXED = ("engine", "quota", "state_dir")
+_FIXED = ("engine", "quota", "request_log", "state_dir")
 _FIXED_OF_SERVER = ("host", "port", "tls_certificate", "tls_key")
 
 

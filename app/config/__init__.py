@@ -13,6 +13,7 @@ from app.config.settings import (
     KeyConfig,
     MemoryConfig,
     ModelEntry,
+    RequestLogConfig,
     ServerConfig,
     Settings,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "ModelCatalog",
     "ModelConfig",
     "ModelEntry",
+    "RequestLogConfig",
     "ServerConfig",
     "Settings",
     "load_settings",

@@ -89,6 +89,11 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
     binary = settings.engine.binary
     if "/" in binary or "\\" in binary:
         binary = str(absolute(Path(binary)))
+    log = settings.request_log
+    logs = {
+        "file": log.file if log.file is None or log.is_stdout else absolute(log.file),
+        "bodies": None if log.bodies is None else absolute(log.bodies),
+    }
     store = settings.quota.store or ""
     if store.startswith("sqlite:"):
         store = f"sqlite:{absolute(Path(store.removeprefix('sqlite:')))}"
@@ -96,6 +101,7 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
         update={
             "server": server.model_copy(update=files),
             "models": models,
+            "request_log": log.model_copy(update=logs),
             "quota": settings.quota.model_copy(update={"store": store or None}),
             "engine": settings.engine.model_copy(update={"binary": binary}),
             "state_dir": absolute(settings.state_dir) if state is None else state,

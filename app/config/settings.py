@@ -195,6 +195,19 @@ class QuotaConfig(_Section):
     fail: Literal["open", "closed"] = "closed"
 
 
+class RequestLogConfig(_Section):
+    """What is kept of each request: figures in ``file``, and only if ``bodies`` names a folder what was said."""
+
+    file: Path | None = None
+    bodies: Path | None = None
+    bodies_limit: Size = ByteSize(1 << 30)
+
+    @property
+    def is_stdout(self) -> bool:
+        """Whether the lines go to standard output."""
+        return self.file == Path("stdout")
+
+
 class KeyConfig(_Section):
     """One API key: its hash only, the models that it may use, and how much of them."""
 
@@ -237,6 +250,7 @@ class Settings(BaseSettings):
     default_model: str | None = None
     keys: tuple[KeyConfig, ...] = ()
     quota: QuotaConfig = QuotaConfig()
+    request_log: RequestLogConfig = RequestLogConfig()
     state_dir: Path = Path("state")
 
     @classmethod

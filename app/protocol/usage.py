@@ -103,6 +103,7 @@ class UsageMeter:
         self.finished = 0
         self.done = False
         self._processed_tokens = 0
+        self._reused_tokens = 0
         self.error: dict[str, Any] | None = None
 
     @property
@@ -114,6 +115,11 @@ class UsageMeter:
     def prompt_tokens(self) -> int:
         """Prompt tokens processed or reused so far: the engine's count at the end, its progress before."""
         return self.usage.prompt_tokens if self.usage is not None else self._processed_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens of them that were reused."""
+        return self.usage.cached_tokens if self.usage is not None else self._reused_tokens
 
     @property
     def generated_tokens(self) -> int:
@@ -158,6 +164,7 @@ class UsageMeter:
             # We ask for these so that the engine writes, and notices a client that left, during a long prompt.
             progress = chunk["prompt_progress"]
             self._processed_tokens = max(self._processed_tokens, int(progress["processed"]))
+            self._reused_tokens = int(progress.get("cache") or 0)
             return b""
         choices = chunk.get("choices") or []
         self.finished += sum(1 for choice in choices if choice.get("finish_reason"))

@@ -40,7 +40,9 @@ class Generation:
         self._model = model
         self._key = key
         self._preferences = preferences
-        self._account = Account(parts.metrics, model_id=model.id, key=key.name, endpoint=ask.endpoint)
+        self._account = Account(
+            parts.metrics, model_id=model.id, key=key.name, endpoint=ask.endpoint, observers=parts.observers
+        )
         self._meter = self._new_meter()
         self._rendering: StreamRendering | None = None
         self._reservation: Reservation | None = None
@@ -66,6 +68,7 @@ class Generation:
                 rules=_rules(model),
             ) as self._lease,
         ):
+            self._account.queue_seconds = self._lease.waited_seconds
             granted = time.monotonic()
             try:
                 await self._once_more(lambda: self._answer(admission, outlet))
@@ -80,11 +83,12 @@ class Generation:
 
     def failure(self, error: GatewayError) -> bytes:
         """The error as the client's API has it in a stream."""
+        self._account.told(error)
         return (self._rendering or self._ask.new_stream(0)).failure(error)
 
     def account(self, outcome: str, error: GatewayError | None) -> None:
         """It has ended."""
-        self._account.close(outcome, error, self._meter)
+        self._account.close(outcome, error, self._meter, prompt_tokens=self._prompt_tokens)
 
     async def _once_more(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Do it, and again with the next engine when this one ended before anything of the answer had come."""
@@ -99,8 +103,9 @@ class Generation:
 
     async def _count(self) -> tuple[Admission, int]:
         """What the prompt takes, and how many slots there are."""
-        model, key = self._model, self._key
+        model, key, asked = self._model, self._key, time.monotonic()
         async with self._parts.supervisor.use(model) as backend:
+            self._account.entered(asked)
             self._backend = backend
             request, self._notes = self._request.adapted(backend.abilities)
             self._admission = await backend.counter.admit(
@@ -121,8 +126,7 @@ class Generation:
 
     def _settle(self, admission: Admission, *, seconds: float) -> None:
         """Charge what was really processed and generated, whoever broke it off."""
-        meter = self._meter
-        prompt = meter.prompt_tokens or (admission.prompt_tokens if meter.events else 0)
+        meter, prompt = self._meter, self._prompt_tokens
         if prompt and self._reservation is not None:
             self._reservation.charge(tokens=prompt + meter.generated_tokens, gpu_seconds=seconds)
         if self._lease is not None:
@@ -135,12 +139,14 @@ class Generation:
             )
 
     async def _answer(self, admission: Admission, outlet: Outlet) -> None:
-        request = admission.request
+        request, asked = admission.request, time.monotonic()
         async with self._parts.supervisor.use(self._model) as backend:
+            self._account.entered(asked)
             self._backend = backend
             slots = backend.slots if request.choices == 1 else 1
             with self._parts.affinities.slot(backend, request.messages, slots=slots) as slot:
                 body = request.engine_body(max_tokens=admission.max_tokens, slot=slot)
+                self._account.sent()
                 async with backend.open(body) as reply:
                     if request.stream:
                         await self._relay(reply, outlet, self._new_rendering(admission))
@@ -153,6 +159,14 @@ class Generation:
     def _new_rendering(self, admission: Admission) -> StreamRendering:
         self._rendering = self._ask.new_stream(admission.prompt_tokens)
         return self._rendering
+
+    @property
+    def _prompt_tokens(self) -> int:
+        """What the engine has read or reused of the prompt."""
+        meter = self._meter
+        if meter.prompt_tokens or self._admission is None:
+            return meter.prompt_tokens
+        return self._admission.prompt_tokens if meter.events else 0
 
     @property
     def _has_begun(self) -> bool:
@@ -170,14 +184,12 @@ class Generation:
         await outlet.write(rendering.end(self._meter.usage or Usage()), more=False)
 
     async def _aggregate(self, reply: Reply, outlet: Outlet, answer: Answer) -> None:
-        first_byte: float | None = None
         async for chunk in reply.chunks():
             if body := self._feed(chunk):
-                first_byte = first_byte or time.monotonic()
                 _add(answer, body)
         self._require_complete()
         body = answer.body(self._meter.usage or Usage())
-        self._account.first_byte = first_byte
+        self._account.first_byte = time.monotonic()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await outlet.begin(headers + self._context_headers())
         await outlet.write(body, more=False)
@@ -195,8 +207,10 @@ class Generation:
             body = self._meter.feed(chunk)
         except EventTooLong as error:
             raise UpstreamFailed(f"The engine's answer cannot be read: {error}.", streamed=True) from error
-        if self._lease is not None and self._meter.events:
-            self._lease.prefilled()
+        if self._account.first_token is None and self._meter.events:
+            self._account.first_token = time.monotonic()
+            if self._lease is not None:
+                self._lease.prefilled()
         return body
 
     def _require_complete(self) -> None:

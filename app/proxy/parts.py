@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from app.metrics import Metrics
 from app.quota import Quota
+from app.request_record import Observer
 from app.scheduler import Affinities, Scheduler
 from app.supervisor import Supervisor
 
@@ -18,4 +19,5 @@ class Parts:
     scheduler: Scheduler
     metrics: Metrics
     quota: Quota
+    observers: tuple[Observer, ...] = ()
     affinities: Affinities = field(default_factory=Affinities)

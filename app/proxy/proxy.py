@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from app.auth import ApiKey
 from app.config import ModelCatalog, ModelConfig
@@ -17,6 +17,7 @@ from app.proxy.generation import Generation
 from app.proxy.parts import Parts
 from app.proxy.preferences import Preferences
 from app.quota import Quota
+from app.request_record import Observer
 from app.scheduler import Scheduler
 from app.supervisor import Supervisor
 
@@ -32,12 +33,19 @@ class Proxy:
     """The way from a parsed request to its answer; ``catalog`` is replaced at a reload."""
 
     def __init__(
-        self, *, catalog: ModelCatalog, supervisor: Supervisor, scheduler: Scheduler, metrics: Metrics, quota: Quota
+        self,
+        *,
+        catalog: ModelCatalog,
+        supervisor: Supervisor,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        quota: Quota,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.catalog = catalog
         self.quota = quota
         self.patience = Patience()
-        self.parts = Parts(supervisor, scheduler, metrics, quota)
+        self.parts = Parts(supervisor, scheduler, metrics, quota, tuple(observers))
         self._exchanges = Exchanges()
 
     async def drain(self, seconds: float) -> None:
