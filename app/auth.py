@@ -34,6 +34,11 @@ class ApiKey:
         """Whether the key may use this model."""
         return _EVERY_MODEL in self.models or model_id in self.models
 
+    @property
+    def visible_models(self) -> frozenset[str] | None:
+        """The models that it may use; None for all."""
+        return None if _EVERY_MODEL in self.models else self.models
+
     def require(self, model_id: str) -> None:
         """Raise ModelNotAllowed unless the key may use this model."""
         if not self.allows(model_id):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import uvicorn
 from fastapi import FastAPI
 
-from app import __version__
+from app import __version__, views
 from app.api import Gateway, install_fault_handlers, router
 from app.api.capture import CaptureMiddleware
 from app.api.front_door import FrontDoorMiddleware
@@ -58,8 +58,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.gateway = gateway
-    app.router.routes.extend(router.routes)
+    app.state.gateway, app.state.views = gateway, views.Views.of(gateway)
+    app.router.routes.extend([*router.routes, *views.routes])
     if gateway.captures is not None:
         app.add_middleware(CaptureMiddleware, folder=gateway.captures)
     app.add_middleware(FrontDoorMiddleware, rules=gateway, metrics=gateway.metrics)

@@ -174,5 +174,5 @@ def test_without_keys_programs_on_this_machine_are_admins_and_web_pages_are_not(
     ):
         assert client.get("/admin/models").status_code == 200
         refused = client.post("/admin/models/a/load", headers={"origin": "https://evil.example"})
-        assert refused.json()["error"]["code"] == "admin_required"
+        assert refused.json()["error"]["code"] == "origin_not_allowed"
         assert client.get("/admin/models/a").json()["state"] == "stopped"

@@ -43,6 +43,7 @@ _LINES = (
     (6, "sampler"),
     (7, "proxy"),
     (8, "api"),
+    (8, "views"),
     (9, "http_server"),
     (9, "main"),
     (9, "cli"),

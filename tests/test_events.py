@@ -97,8 +97,8 @@ async def test_loads_evictions_restarts_and_failures_are_told(demo_model: Path) 
         assert (loaded.kind, loaded.model, (loaded.seconds or 0) > 0) == (EventKind.LOAD, "a", True)
         assert (evicted.kind, evicted.model, evicted.cause) == (EventKind.EVICTION, "a", "memory")
         # Whose room it was is for operators alone.
-        assert evicted.message == "Stopped to make room for another model."
-        assert evicted.detail == "The room was needed by b."
+        assert evicted.message == "Another model needed the room."
+        assert evicted.detail == "It was b."
         assert [(event.kind, event.model, event.cause) for event in restarts] == [
             (EventKind.RESTART, "b", "crash"),
             (EventKind.RESTART, "b", "crash"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -18,6 +19,7 @@ from app.logs import redact
 from app.supervisor import ModelStatus
 
 _DEFAULT_LINES = 100
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _MOST_LINES = 400
 
 
@@ -84,18 +86,30 @@ async def reload(request: Request) -> JSONResponse:
 def as_admin(request: Request) -> Gateway:
     """The gateway, if the caller may manage it; raises InvalidApiKey or NotAdmin.
 
-    Without keys callers on this machine are admins, except web pages: a browser names their origin.
+    Without keys callers on this machine are admins, except web pages other than our own: a browser names their origin.
     """
     gateway, key = gateway_of(request), key_of(request)
     if gateway.settings.keys:
         if not key.admin:
             raise NotAdmin(f"The key {key.name!r} may not manage the gateway; give it 'admin: true' to allow that.")
-    elif "origin" in request.headers or not _is_local(request):
+    elif not _is_local(request) or not _is_own_page_or_program(request):
         raise NotAdmin("Without keys only programs on this machine may manage the gateway; configure an admin key.")
     return gateway
 
 
+def _is_own_page_or_program(request: Request) -> bool:
+    """The front door has seen to it that the host is a name of ours, so that a page of that origin is ours too."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin.lower()).netloc != request.headers.get("host", "").lower():
+        return False
+    # Browsers also say so of requests that name no origin, such as those for an image.
+    return request.headers.get("sec-fetch-site", "none") in {"same-origin", "none"}
+
+
 def _is_local(request: Request) -> bool:
+    """A proxy on this machine speaks for others."""
+    if any(name in request.headers for name in _FORWARDED):
+        return False
     try:
         return request.client is not None and ip_address(request.client.host).is_loopback
     except ValueError:

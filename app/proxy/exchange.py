@@ -45,7 +45,7 @@ class ExchangeResponse:
     """An ASGI response that does its work when called, so that whatever it takes is given back by its own ``with``."""
 
     def __init__(self, work: Work, exchanges: Exchanges, patience: Patience) -> None:
-        self._work = work
+        self.work = work
         self._exchanges = exchanges
         self._patience = patience
         self._task: asyncio.Task[None] | None = None
@@ -81,7 +81,7 @@ class ExchangeResponse:
 
     async def _keep_alive(self, outlet: Outlet) -> None:
         """A sign of life while a stream has nothing to say: in the queue, while a model loads, in prefill."""
-        if (headers := self._work.silence_headers()) is not None:
+        if (headers := self.work.silence_headers()) is not None:
             await outlet.keep_alive(headers)
 
     async def _run(self, outlet: Outlet) -> None:
@@ -94,13 +94,13 @@ class ExchangeResponse:
             if not outlet.begun:
                 raise
             # The status is sent: say it in the stream, then let the server break the connection off.
-            await outlet.write(self._work.failure(error))
+            await outlet.write(self.work.failure(error))
         finally:
-            self._work.account(outcome, failed)
+            self.work.account(outcome, failed)
 
     async def _uncut(self, outlet: Outlet) -> None:
         try:
-            await self._work.run(outlet)
+            await self.work.run(outlet)
         except asyncio.CancelledError:
             if self._cut_by is None:
                 raise

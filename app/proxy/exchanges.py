@@ -13,7 +13,11 @@ _TELL_SECONDS = 1.0
 
 
 class Exchange(Protocol):
-    """Something that can be broken off."""
+    """Something that does its ``work`` and can be broken off."""
+
+    @property
+    def work(self) -> object:
+        """What it does."""
 
     def cut(self, error: GatewayError) -> None:
         """Break it off; the client is told ``error``."""
@@ -27,6 +31,9 @@ class Exchanges:
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter(tuple(self._open))
 
     def admit(self) -> None:
         """Raises Draining when no more may begin."""

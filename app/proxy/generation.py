@@ -16,6 +16,7 @@ from app.proxy.account import Account
 from app.proxy.outlet import Headers, Outlet
 from app.proxy.parts import Parts
 from app.proxy.preferences import Preferences
+from app.proxy.progress import Phase, Progress
 from app.quota import Reservation
 from app.scheduler import Demand, Lease, Rules, Urgency
 from app.tokens import Admission, Overflow
@@ -50,6 +51,7 @@ class Generation:
         self._backend: Backend | None = None
         self._admission: Admission | None = None
         self._notes: Headers = []
+        self._is_over = False
 
     async def run(self, outlet: Outlet) -> None:
         """Admit, reserve, wait for a slot, answer; raises GatewayError."""
@@ -88,7 +90,24 @@ class Generation:
 
     def account(self, outcome: str, error: GatewayError | None) -> None:
         """It has ended."""
+        self._is_over = True
         self._account.close(outcome, error, self._meter, prompt_tokens=self._prompt_tokens)
+
+    def progress(self) -> Progress | None:
+        """How far it is; None once it has been accounted for."""
+        if self._is_over:
+            return None
+        meter, admission = self._meter, self._admission
+        phase = Phase.WAITING if self._lease is None else Phase.ANSWER if meter.events else Phase.PROMPT
+        return Progress(
+            self._model.id,
+            self._key.name,
+            phase,
+            slots=0 if self._lease is None else self._lease.slots,
+            prompt_tokens=meter.prompt_tokens,
+            prompt_limit_tokens=0 if admission is None else admission.prompt_tokens,
+            answer_tokens=meter.generated_tokens,
+        )
 
     async def _once_more(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Do it, and again with the next engine when this one ended before anything of the answer had come."""

@@ -16,6 +16,7 @@ from app.proxy.exchanges import Exchanges
 from app.proxy.generation import Generation
 from app.proxy.parts import Parts
 from app.proxy.preferences import Preferences
+from app.proxy.progress import Progress
 from app.quota import Quota
 from app.request_record import Observer
 from app.scheduler import Scheduler
@@ -51,6 +52,12 @@ class Proxy:
     async def drain(self, seconds: float) -> None:
         """Refuse new exchanges, let the open ones end, and after ``seconds`` end them with an error."""
         await self._exchanges.drain(seconds)
+
+    def progress(self) -> list[Progress]:
+        """How far each open request for text is; asks nobody."""
+        works = (exchange.work for exchange in self._exchanges)
+        each = (work.progress() for work in works if isinstance(work, Generation))
+        return [progress for progress in each if progress is not None]
 
     def model(self, name: str, key: ApiKey, kind: Kind | None = Kind.CHAT) -> ModelConfig:
         """The model of that name, for this key, if it is of the ``kind``; None takes any.

@@ -29,22 +29,22 @@ class Chronicle:
 
     def loaded(self, model_id: str, seconds: float) -> None:
         """The engine serves, after so many seconds of loading."""
-        self._events.record(EventKind.LOAD, f"Loaded in {seconds:.1f} s.", model=model_id, seconds=seconds)
+        self._events.record(EventKind.LOAD, f"Ready after {seconds:.1f} s.", model=model_id, seconds=seconds)
 
     def idle(self, model_id: str, limit_seconds: float | None) -> None:
         """The engine stops since nobody used it."""
-        message = f"Unloaded: nobody used it for {limit_seconds or 0:g} s."
+        message = f"Nobody used it for {limit_seconds or 0:g} s."
         self._events.record(EventKind.UNLOAD, message, model=model_id, cause="idle", seconds=limit_seconds)
 
     def unloading(self, model_id: str) -> None:
         """An operator wants it stopped."""
-        self._events.record(EventKind.UNLOAD, "An operator unloads it.", model=model_id, cause="operator")
+        self._events.record(EventKind.UNLOAD, "An operator asked for it.", model=model_id, cause="operator")
 
     def evicted(self, model_id: str, *, made_room_for: str) -> None:
         """The engine was stopped so that another one fits."""
         self._metrics.evictions.labels(model_id).inc()
         # Who may use this model need not know the name of the other.
-        message, detail = "Stopped to make room for another model.", f"The room was needed by {made_room_for}."
+        message, detail = "Another model needed the room.", f"It was {made_room_for}."
         self._events.record(EventKind.EVICTION, message, model=model_id, cause="memory", detail=detail)
 
     def stepped_down(self, model_id: str, plan: OffloadPlan, ended: EngineExit) -> None:
@@ -81,7 +81,7 @@ class Chronicle:
             _log.info("model %s said: %s", model_id, line)
         self._events.record(
             EventKind.FAILED,
-            f"It cannot be started: {failure.public}.",
+            f"It cannot be started: {failure.public[:1].lower()}{failure.public[1:]}.",
             model=model_id,
             cause=failure.cause.value if failure.cause is not None else None,
             seconds=retry_seconds,
