@@ -20,6 +20,7 @@ from app.api import Gateway, install_fault_handlers, router
 from app.api.capture import CaptureMiddleware
 from app.api.front_door import FrontDoorMiddleware
 from app.api.gateway import ReadSettings, refuse_open_door
+from app.api.paths import TrailingSlashMiddleware
 from app.api.request_id import RequestIdMiddleware
 from app.auth import Authenticator
 from app.captures import CaptureFolder
@@ -58,6 +59,9 @@ def create_app(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
+    app.state.gateway = gateway
+    app.router.routes.extend(router.routes)
+    app.add_middleware(TrailingSlashMiddleware)
     app.state.gateway, app.state.views = gateway, views.Views.of(gateway)
     app.router.routes.extend([*router.routes, *views.routes])
     if gateway.captures is not None:

@@ -37,22 +37,31 @@ def native_engine() -> Path | None:
     return _native_engine()
 
 
-@pytest.fixture(scope="session", params=["embedded", "native"])
-def engine(request: pytest.FixtureRequest) -> str:
-    """The value of ``engine.binary``, for both engines."""
-    if request.param == "embedded":
+def _both(param: str) -> str:
+    if param == "embedded":
         return "embedded"
     native = _native_engine()
-    if native is None:
+    if native is None and param == "native":
         pytest.skip("no native llama-server on this machine; deploy/native-engine-debian.sh installs one")
-    return str(native)
+    return "embedded" if native is None else str(native)
+
+
+@pytest.fixture(scope="session", params=["embedded", "native"])
+def each_engine(request: pytest.FixtureRequest) -> str:
+    """The value of ``engine.binary``, for both engines: for what is about the engines themselves."""
+    return _both(request.param)
 
 
 @pytest.fixture(scope="session", params=["best", pytest.param("embedded", marks=pytest.mark.slow)])
-def one_engine(request: pytest.FixtureRequest) -> str:
-    """For tests that take long: the native engine where there is one; the embedded one too among the slow tests."""
-    native = _native_engine()
-    return "embedded" if request.param == "embedded" or native is None else str(native)
+def engine(request: pytest.FixtureRequest) -> str:
+    """The native engine where there is one; the embedded one too among the slow tests."""
+    return _both(request.param)
+
+
+@pytest.fixture(scope="session")
+def one_engine(engine: str) -> str:
+    """The same, as long tests call it."""
+    return engine
 
 
 @pytest.fixture(scope="session")

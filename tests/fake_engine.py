@@ -151,6 +151,8 @@ class Engine:
         path = call.partition(" ")[2]
         if path != "/calls":
             self.calls[path] += 1
+        if self.switches.log_headers:
+            log(f"{call} came with {' '.join(sorted(headers))}")
         self._refuse_while_loading(path)
         if path not in ("/health", "/v1/health", "/calls"):
             self._refuse_stranger(headers)

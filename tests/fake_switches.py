@@ -57,6 +57,7 @@ class Switches:
     usage: str = "asked"  # asked | always | never
     tool_deltas: tuple[Mapping[str, Any], ...] = ()  # these deltas in place of the words, finish_reason tool_calls
     content: str = ""  # the text of every chunk in place of the words
+    log_headers: bool = False  # the names of each request's headers are written to the log
     close_after_response: bool = False  # closes the connection although it promised keep-alive
     keep_alive_seconds: float = 5.0  # idle connections are closed after this, as cpp-httplib does
     ignore_sigterm: bool = False

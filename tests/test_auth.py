@@ -10,6 +10,7 @@ from app.auth import ANONYMOUS, ApiKey, Authenticator
 from app.config import KeyConfig
 from app.credential import new_key
 from app.errors import InvalidApiKey, ModelNotAllowed
+from tests.checklist import lines
 
 ALICE, BOB = "lg-alice-0123456789", "lg-bob-0123456789"
 
@@ -32,6 +33,7 @@ def _bearer(key: str) -> tuple[bytes, bytes]:
     return b"authorization", b"Bearer " + key.encode()
 
 
+@lines(45)
 @pytest.mark.parametrize(
     "headers",
     [
@@ -48,6 +50,7 @@ def test_a_key_is_found(authenticator: Authenticator, headers: list[tuple[bytes,
     assert authenticator.authenticate(headers).name == "alice"
 
 
+@lines(43, 44)
 @pytest.mark.parametrize(
     "headers",
     [
@@ -75,6 +78,7 @@ def test_what_is_no_key_of_ours(authenticator: Authenticator, headers: list[tupl
     assert refusal.value.headers()["www-authenticate"] == "Bearer"
 
 
+@lines(46, 47)
 @pytest.mark.parametrize(
     "headers",
     [

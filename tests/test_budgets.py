@@ -14,6 +14,7 @@ import pytest
 
 from app.credential import new_key
 from app.protocol import parse_chat_request
+from tests.checklist import lines
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 from tests.test_gate import CALL, random_request, used_prompt_tokens
@@ -50,8 +51,8 @@ class Asker:
 
 
 @pytest.fixture
-async def served(one_engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with gateway_in_process(one_engine, demo_model, tmp_path, context=2048, parallel=2) as running:
+async def served(engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with gateway_in_process(engine, demo_model, tmp_path, context=2048, parallel=2) as running:
         yield running
 
 
@@ -84,12 +85,10 @@ async def test_history_with_calls_is_counted_by_fragments(served: InProcess) -> 
     assert await served.backend.counter.count(request) == await used_prompt_tokens(served, request)
 
 
-async def test_a_key_is_charged_what_the_engine_says(one_engine: str, demo_model: Path, tmp_path: Path) -> None:
+async def test_a_key_is_charged_what_the_engine_says(engine: str, demo_model: Path, tmp_path: Path) -> None:
     secret, key = _key("alice", tokens_per_day=10_000, requests_per_minute=100)
     async with (
-        gateway_in_process(
-            one_engine, demo_model, tmp_path, settings={"keys": [key]}, context=512, parallel=2
-        ) as served,
+        gateway_in_process(engine, demo_model, tmp_path, settings={"keys": [key]}, context=512, parallel=2) as served,
         Asker(served, secret) as alice,
     ):
         answers = await asyncio.gather(*(alice.ask(n=1 + index % 2) for index in range(6)))
@@ -104,16 +103,16 @@ async def test_a_key_is_charged_what_the_engine_says(one_engine: str, demo_model
         assert (await alice.usage())["requests_per_day"]["used"] == 6
     # It is kept.
     async with (
-        gateway_in_process(one_engine, demo_model, tmp_path, settings={"keys": [key]}, context=512) as served,
+        gateway_in_process(engine, demo_model, tmp_path, settings={"keys": [key]}, context=512) as served,
         Asker(served, secret) as alice,
     ):
         assert (await alice.usage())["tokens_per_day"]["used"] == total
 
 
-async def test_who_leaves_pays_for_what_was_generated(one_engine: str, demo_model: Path, tmp_path: Path) -> None:
+async def test_who_leaves_pays_for_what_was_generated(engine: str, demo_model: Path, tmp_path: Path) -> None:
     secret, key = _key("alice", tokens_per_day=10_000)
     async with (
-        gateway_in_process(one_engine, demo_model, tmp_path, settings={"keys": [key]}, context=4096) as served,
+        gateway_in_process(engine, demo_model, tmp_path, settings={"keys": [key]}, context=4096) as served,
         Asker(served, secret) as alice,
     ):
         body = {"model": MODEL_ID, "messages": HELLO, "max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -132,12 +131,11 @@ async def test_who_leaves_pays_for_what_was_generated(one_engine: str, demo_mode
         assert prompt + 10 <= used <= prompt + 300
 
 
-async def test_a_spent_budget_is_not_passed(one_engine: str, demo_model: Path, tmp_path: Path) -> None:
+@lines(50)
+async def test_a_spent_budget_is_not_passed(engine: str, demo_model: Path, tmp_path: Path) -> None:
     secret, key = _key("alice", tokens_per_day=200)
     async with (
-        gateway_in_process(
-            one_engine, demo_model, tmp_path, settings={"keys": [key]}, context=512, parallel=2
-        ) as served,
+        gateway_in_process(engine, demo_model, tmp_path, settings={"keys": [key]}, context=512, parallel=2) as served,
         Asker(served, secret) as alice,
     ):
         answers = await asyncio.gather(*(alice.ask(max_tokens=4) for _ in range(100)))
@@ -149,14 +147,13 @@ async def test_a_spent_budget_is_not_passed(one_engine: str, demo_model: Path, t
         assert (await alice.usage())["tokens_per_day"]["used"] == spent
 
 
-async def test_a_minute_is_waited_for_and_concurrency_is_kept(
-    one_engine: str, demo_model: Path, tmp_path: Path
-) -> None:
+@lines(49)
+async def test_a_minute_is_waited_for_and_concurrency_is_kept(engine: str, demo_model: Path, tmp_path: Path) -> None:
     secret, key = _key("alice", requests_per_minute=2)
     other_secret, other = _key("bob", concurrent=1)
     async with (
         gateway_in_process(
-            one_engine, demo_model, tmp_path, settings={"keys": [key, other]}, context=512, parallel=2
+            engine, demo_model, tmp_path, settings={"keys": [key, other]}, context=512, parallel=2
         ) as served,
         Asker(served, secret) as alice,
         Asker(served, other_secret) as bob,

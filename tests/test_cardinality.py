@@ -56,10 +56,10 @@ def series(running: InProcess) -> int:
 
 @pytest.mark.parametrize("requests", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 async def test_random_users_and_model_names_leave_the_number_of_series_unchanged(
-    one_engine: str, demo_model: Path, tmp_path: Path, requests: int
+    engine: str, demo_model: Path, tmp_path: Path, requests: int
 ) -> None:
     dice = random.Random(8)
-    async with gateway_in_process(one_engine, demo_model, tmp_path, context=256) as running:
+    async with gateway_in_process(engine, demo_model, tmp_path, context=256) as running:
         app = create_app(running.gateway)
 
         async def one(number: int) -> int:

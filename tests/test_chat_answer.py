@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.protocol import ChatAnswer, EventTooLong, Usage
+from tests.checklist import lines
 
 _quick = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 _PLACES = st.lists(st.integers(0, 1_000_000), max_size=10)
@@ -83,12 +84,14 @@ def test_contents_add_up_wherever_the_bytes_are_cut(texts: list[str], places: li
     assert (message["content"] or "") == "".join(texts)
 
 
+@lines(116)
 def test_cjk_cut_at_every_byte() -> None:
     stream = _stream({"content": "北京"}, {"content": "🌍é"})
     for place in range(len(stream)):
         assert _aggregate(stream, [place])["choices"][0]["message"]["content"] == "北京🌍é"
 
 
+@lines(115)
 def test_reasoning_and_content_stay_apart() -> None:
     message = _message({"reasoning_content": "I "}, {"reasoning_content": "think"}, {"content": "so"})
     assert message == {"role": "assistant", "reasoning_content": "I think", "content": "so"}
@@ -106,6 +109,7 @@ def test_comments_are_no_part_of_it() -> None:
 # Tool calls
 
 
+@lines(114)
 def test_interleaved_tool_calls() -> None:
     message = _message(
         _call(0, "", id="aaa", name="weather"),
@@ -124,6 +128,7 @@ def test_interleaved_tool_calls() -> None:
     }
 
 
+@lines(114)
 @given(st.lists(st.integers(0, 200), max_size=8))
 @_quick
 def test_arguments_split_anywhere_even_within_an_escape(places: list[int]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from app.errors import InvalidValue, RequestError
 from app.protocol import ChatRequest, parse_chat_request
+from tests.checklist import lines
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 # What goes down whatever the client says; the gateway's own values, never the client's.
@@ -60,6 +61,7 @@ _NOT_JSON = {
 }
 
 
+@lines(1, 2, 4, 5, 6, 7)
 @pytest.mark.parametrize("body", _NOT_JSON.values(), ids=_NOT_JSON)
 def test_what_is_not_one_json_object_is_refused(body: bytes) -> None:
     refusal = _refused(body)
@@ -67,20 +69,24 @@ def test_what_is_not_one_json_object_is_refused(body: bytes) -> None:
     assert len(refusal.message) < 400
 
 
+@lines(6)
 def test_a_number_beyond_all_numbers_is_refused() -> None:
     _refused(_body().replace(b'"model"', b'"temperature":1e400,"model"', 1))
 
 
+@lines(3)
 def test_a_bom_is_skipped() -> None:
     assert parse_chat_request(b"\xef\xbb\xbf" + _body()).model == "m"
 
 
+@lines(8)
 def test_the_last_of_two_equal_keys_counts_here_and_in_the_engine() -> None:
     request = parse_chat_request(_body()[:-1] + b',"max_tokens":1,"max_tokens":3,"n":2,"n":1}')
     assert request.max_tokens == 3
     assert _sent(request)["n"] == 1
 
 
+@lines(9, 11)
 @pytest.mark.parametrize("opening", [b"[", b'{"a":'])
 @pytest.mark.parametrize("field", [b"tools", b"response_format", b"unknown"])
 def test_nesting_of_100_000_is_refused(opening: bytes, field: bytes) -> None:
@@ -99,12 +105,14 @@ def _nested(depth: int) -> dict[str, Any]:
     return value
 
 
+@lines(9, 11)
 @pytest.mark.parametrize("field", ["response_format", "chat_template_kwargs"])
 def test_nesting_of_65_is_refused(field: str) -> None:
     _refused(_body(**{field: _nested(64)}))
     assert _sent(_parse(**{field: _nested(63)}))[field] == _nested(63)
 
 
+@lines(10)
 def test_50_000_keys_cost_nothing_and_go_nowhere() -> None:
     body = _body(**{f"key{index}": index for index in range(50_000)})
     started = time.perf_counter()
@@ -114,6 +122,7 @@ def test_50_000_keys_cost_nothing_and_go_nowhere() -> None:
     assert time.perf_counter() - started < 0.2
 
 
+@lines(10)
 @pytest.mark.parametrize("field", ["response_format", "chat_template_kwargs", "logit_bias"])
 def test_an_object_of_50_000_keys_does_not_reach_the_engine(field: str) -> None:
     _refused(_body(**{field: {f"key{index}": 1 for index in range(50_000)}}))
@@ -195,6 +204,7 @@ _REFUSED: _Table = [
 ]
 
 
+@lines(52, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 70, 71, 72, 74, 75, 77)
 @pytest.mark.parametrize(("fields", "param"), _REFUSED)
 def test_a_wrong_value_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     refusal = _refused(_body(**fields))
@@ -237,6 +247,7 @@ def test_a_right_value_reaches_the_engine_as_it_is(fields: dict[str, Any]) -> No
     assert {key: sent[key] for key in fields} == fields
 
 
+@lines(65)
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -263,6 +274,7 @@ _NULLABLE = (
 )
 
 
+@lines(67)
 def test_every_optional_field_may_be_null() -> None:
     request = _parse(**dict.fromkeys(_NULLABLE))
     assert (request.stream, request.include_usage, request.max_tokens, request.choices) == (False, False, None, 1)
@@ -301,6 +313,7 @@ _PRIVATE = (
 )
 
 
+@lines(66)
 @pytest.mark.parametrize("value", [-1, "x", True, {"a": 1}])
 def test_private_names_never_reach_the_engine(value: Any) -> None:
     request = _parse(**(dict.fromkeys(_PRIVATE, value) | {"model": "m", "max_tokens": 5, "temperature": 1}))
@@ -349,6 +362,7 @@ def test_developer_is_system() -> None:
     assert request.is_plain
 
 
+@lines(73)
 def test_a_named_tool_is_the_only_one_and_required() -> None:
     choice = {"type": "function", "function": {"name": "search"}}
     sent = _sent(_parse(tools=[TOOL, OTHER_TOOL], tool_choice=choice))

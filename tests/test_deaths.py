@@ -12,6 +12,7 @@ import orjson
 import psutil
 import pytest
 
+from tests.checklist import lines
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, is_alive, running_gateway, wait_until
 
@@ -40,6 +41,7 @@ def engine_process(gateway: GatewayProcess) -> psutil.Process:
     return max(children, key=lambda child: child.memory_info().rss)
 
 
+@lines(101)
 def test_engine_killed_in_mid_stream(own_gateway: GatewayProcess) -> None:
     url = f"{own_gateway.url}/v1/chat/completions"
     received = b""
@@ -118,6 +120,7 @@ def test_gateway_killed_in_mid_stream_leaves_no_engine(own_gateway: GatewayProce
     wait_until(lambda: not any(is_alive(pid) for pid in pids), seconds=1, what="the engines end with the gateway")
 
 
+@lines(113)
 def test_gateway_stopped_in_mid_stream_leaves_nothing(own_gateway: GatewayProcess) -> None:
     url = f"{own_gateway.url}/v1/chat/completions"
     with (

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.checklist import lines
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
@@ -22,8 +23,8 @@ IDLE_SECONDS = 2.0
 
 
 @pytest.fixture
-async def served(one_engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with gateway_in_process(one_engine, demo_model, tmp_path, context=4096, parallel=2) as running:
+async def served(engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with gateway_in_process(engine, demo_model, tmp_path, context=4096, parallel=2) as running:
         yield running
 
 
@@ -40,6 +41,7 @@ async def engine_is_idle_but_for(served: InProcess, busy: int) -> None:
     assert await served.backend.busy_slots() == busy
 
 
+@lines(104, 107)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("beside_another", [True, False])
 async def test_leaving_in_mid_answer_frees_the_slot(served: InProcess, stream: bool, beside_another: bool) -> None:
@@ -57,6 +59,7 @@ async def test_leaving_in_mid_answer_frees_the_slot(served: InProcess, stream: b
         await other.close()
 
 
+@lines(105, 107)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("beside_another", [True, False])
 async def test_leaving_in_prefill_frees_the_slot(served: InProcess, stream: bool, beside_another: bool) -> None:
@@ -71,6 +74,7 @@ async def test_leaving_in_prefill_frees_the_slot(served: InProcess, stream: bool
         await other.close()
 
 
+@lines(106)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_leaving_the_queue_never_reaches_the_engine(served: InProcess, stream: bool) -> None:
     running = [await served.send(messages=SHORT, stream=True, max_tokens=3000) for _ in range(2)]
@@ -97,6 +101,7 @@ def requests_by_outcome(served: InProcess) -> dict[str, float]:
     return {sample.labels["outcome"]: sample.value for sample in samples if sample.name.endswith("_total")}
 
 
+@lines(110)
 async def test_two_hundred_departures_leak_nothing(served: InProcess) -> None:
     stages: list[Callable[[Any], Awaitable[object]]] = [
         lambda client: asyncio.sleep(0),

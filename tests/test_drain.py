@@ -16,6 +16,7 @@ import httpx
 import orjson
 import pytest
 
+from tests.checklist import lines
 from tests.fleet import fake_binary
 from tests.gateway import GatewayProcess, is_alive, running_gateway, wait_until
 
@@ -60,6 +61,7 @@ def test_open_answers_end_and_new_ones_are_refused(demo_model: Path, tmp_path: P
         assert gateway.process.wait(10) == 0
 
 
+@lines(113)
 @pytest.mark.parametrize("stream", [True, False])
 def test_at_the_deadline_an_answer_is_broken_off_with_a_reason(demo_model: Path, tmp_path: Path, stream: bool) -> None:
     switch(tmp_path, "a", chunks=1000, chunk_interval_seconds=0.05)

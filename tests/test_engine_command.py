@@ -19,6 +19,7 @@ from app.gguf import ModelFacts, read_header
 from app.hardware import Device, Machine, parse_device_list
 from app.memory import HostLedger, KVType, MemoryLedger, Placement
 from app.offload import Expected, OffloadPlan, Wish
+from tests.checklist import lines
 
 GIB = 1 << 30
 CPU_ONLY = Placement(
@@ -273,6 +274,7 @@ def test_an_endpoint_is_one_thing() -> None:
             Endpoint(socket=socket, port=port)
 
 
+@lines(94)
 def test_the_environment_of_a_child_is_scrubbed() -> None:
     ours = {
         "PATH": "/bin", "HOME": "/root", "GGML_VK_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1",

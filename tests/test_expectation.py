@@ -9,6 +9,7 @@ import pytest
 
 from app.errors import AnswerRejected, InvalidValue, UnsupportedParameter
 from app.protocol import Abilities, Usage, ask_chat, checked, parse_chat_request
+from tests.checklist import lines
 
 _SCHEMA = {
     "type": "object",
@@ -106,6 +107,7 @@ def test_without_expectations_nothing_is_looked_through() -> None:
     assert checked(ask) is ask
 
 
+@lines(77, 78)
 @pytest.mark.parametrize(
     "form",
     [

@@ -17,6 +17,7 @@ from app.config import Settings
 from app.credential import new_key
 from app.errors import ConfigError
 from app.main import check_certificate
+from tests.checklist import lines
 from tests.gateway import GatewayProcess, running_gateway
 
 _PAGE = "https://chat.example.org"
@@ -113,6 +114,7 @@ def test_a_strange_page_is_refused_before_any_work(door: GatewayProcess, origin:
     assert preflight.status_code == 403
 
 
+@lines(22)
 def test_a_page_that_may_ask_is_answered_so_that_it_can_read(door: GatewayProcess) -> None:
     asks = {
         "origin": _PAGE,

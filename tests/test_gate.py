@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from app.protocol import ChatRequest, UsageMeter, parse_chat_request
+from tests.checklist import lines
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess
 from tests.inprocess import InProcess, gateway_in_process
@@ -67,8 +68,8 @@ def random_request(seed: int) -> ChatRequest:
 
 
 @pytest.fixture
-async def served(one_engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
-    async with gateway_in_process(one_engine, demo_model, tmp_path, context=4096) as running:
+async def served(engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator[InProcess]:
+    async with gateway_in_process(engine, demo_model, tmp_path, context=4096) as running:
         yield running
 
 
@@ -82,6 +83,7 @@ async def used_prompt_tokens(served: InProcess, request: ChatRequest) -> int:
     return meter.usage.prompt_tokens
 
 
+@lines(90, 91)
 async def test_count_is_exact_and_bound_is_a_bound(served: InProcess) -> None:
     counter = served.backend.counter
     bounded = 0
@@ -99,6 +101,7 @@ async def test_count_is_exact_and_bound_is_a_bound(served: InProcess) -> None:
 CALL = {"name": "weather", "arguments": '{"at":"Bern"}'}
 
 
+@lines(92)
 async def test_tools_and_history_are_counted(served: InProcess) -> None:
     body = {
         "model": MODEL_ID,
@@ -137,6 +140,7 @@ def ask(gateway: GatewayProcess, messages: list[dict[str, str]], **fields: Any) 
     return httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
 
 
+@lines(84, 86, 87)
 def test_the_edge_of_the_context(gateway: GatewayProcess) -> None:
     full, almost = prompt_of(gateway, CONTEXT_TOKENS), prompt_of(gateway, CONTEXT_TOKENS - 1)
     refused = ask(gateway, full, max_tokens=1)
@@ -150,6 +154,7 @@ def test_the_edge_of_the_context(gateway: GatewayProcess) -> None:
     assert ask(gateway, almost).json()["usage"]["completion_tokens"] == 1
 
 
+@lines(88)
 def test_the_default_limit_ends_an_answer_that_would_not_end(gateway: GatewayProcess) -> None:
     answer = ask(gateway, [{"role": "user", "content": "Go on."}]).json()
     assert answer["usage"]["completion_tokens"] == 64
@@ -167,6 +172,7 @@ def test_headers_say_what_is_left(gateway: GatewayProcess) -> None:
     assert exact.headers["x-context-remaining"] == str(CONTEXT_TOKENS - 600)
 
 
+@lines(85)
 def test_an_overflow_is_answered_while_every_slot_is_busy(gateway: GatewayProcess) -> None:
     url = f"{gateway.url}/v1/chat/completions"
     body = {

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from app.http_server import MAX_HEAD_BYTES, MAX_URL_BYTES, GatewayProtocol
+from tests.checklist import lines
 
 
 class Impatient(GatewayProtocol):
@@ -80,12 +81,12 @@ def refusal(answer: bytes) -> tuple[int, dict[str, Any]]:
 
 async def test_a_whole_request_is_answered() -> None:
     async with served() as (_, port):
-        answer = await ask(port, b"GET /whole HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = await ask(port, b"GET /whole HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.endswith(b"5\r\npart;\r\n3\r\nend\r\n0\r\n\r\n")
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /whole HTTP/1.1\r\nhost: x\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"GET /whole HTTP/1.1\r\nhost: 127.0.0.1\r\n"])
 async def test_a_late_head(sent: bytes) -> None:
     async with served(Impatient) as (application, port):
         assert refusal(await ask(port, sent))[0] == 408
@@ -95,7 +96,7 @@ async def test_a_late_head(sent: bytes) -> None:
 async def test_a_second_head_may_wait_behind_a_running_answer() -> None:
     async with served(Impatient) as (application, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\nGET /whole HTTP/1.1\r\nhost: ")
+        writer.write(b"GET /slow HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\nGET /whole HTTP/1.1\r\nhost: ")
         await reader.readuntil(b"part;\r\n")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.read(1000), 0.6)
@@ -107,7 +108,9 @@ async def test_a_second_head_may_wait_behind_a_running_answer() -> None:
 async def test_leaving_behind_a_pipeline_is_noticed() -> None:
     async with served() as (application, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET /whole HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(
+            b"GET /slow HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" + b"GET /whole HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+        )
         await reader.readuntil(b"part;\r\n")
         writer.close()
         async with asyncio.timeout(5):
@@ -115,25 +118,28 @@ async def test_leaving_behind_a_pipeline_is_noticed() -> None:
     assert application.started == ["/slow"]
 
 
+@lines(38)
 async def test_pipelined_requests_are_answered_in_order() -> None:
     async with served() as (application, port):
-        first = b"GET /one HTTP/1.1\r\nhost: x\r\n\r\n"
-        answer = await ask(port, first + b"GET /two HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        first = b"GET /one HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+        answer = await ask(port, first + b"GET /two HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert application.started == ["/one", "/two"]
 
 
+@lines(35)
 async def test_a_large_head() -> None:
     async with served() as (application, port):
         many = b"".join(b"x-%d: %s\r\n" % (index, b"v" * 1000) for index in range(MAX_HEAD_BYTES // 1000 + 2))
-        status, error = refusal(await ask(port, b"GET /whole HTTP/1.1\r\nhost: x\r\n" + many))
+        status, error = refusal(await ask(port, b"GET /whole HTTP/1.1\r\nhost: 127.0.0.1\r\n" + many))
     assert (status, error["code"]) == (431, "headers_too_large")
     assert application.started == []
 
 
+@lines(36)
 async def test_a_long_url() -> None:
     async with served() as (application, port):
-        request = b"GET /" + b"x" * MAX_URL_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n"
+        request = b"GET /" + b"x" * MAX_URL_BYTES + b" HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
         status, error = refusal(await ask(port, request))
     assert (status, error["code"]) == (414, "url_too_long")
     assert application.started == []
@@ -151,10 +157,11 @@ AMBIGUOUS = [
 @pytest.mark.parametrize("head", AMBIGUOUS)
 async def test_an_ambiguous_head(head: bytes) -> None:
     async with served() as (_, port):
-        answer = await ask(port, b"POST /whole HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n\r\n{}")
+        answer = await ask(port, b"POST /whole HTTP/1.1\r\nhost: 127.0.0.1\r\n" + head + b"\r\n\r\n{}")
     assert refusal(answer)[0] == 400
 
 
+@lines(39)
 async def test_http_1_0_gets_its_answer_without_chunks() -> None:
     async with served() as (_, port):
         answer = await ask(port, b"GET /whole HTTP/1.0\r\n\r\n")

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from app.credential import new_key
+from tests.checklist import lines
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 
@@ -36,6 +37,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer._request_id
 
 
+@lines(97, 99)
 def test_stream_equals_the_whole_answer_and_has_one_usage_chunk(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL_ID, messages=QUESTION, max_tokens=24, temperature=0)
     chunks = list(
@@ -55,18 +57,21 @@ def test_stream_equals_the_whole_answer_and_has_one_usage_chunk(client: openai.O
     assert chunks[-1].usage.completion_tokens == 24
 
 
+@lines(99)
 def test_stream_without_usage_has_no_chunk_without_choices(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(model=MODEL_ID, messages=QUESTION, max_tokens=8, stream=True))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+@lines(68)
 def test_two_choices_have_their_usage_summed(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL_ID, messages=QUESTION, max_tokens=8, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.usage.completion_tokens == 16
 
 
+@lines(69)
 def test_two_streamed_choices_have_one_usage_chunk_at_the_end(client: openai.OpenAI) -> None:
     chunks = list(
         client.chat.completions.create(
@@ -107,6 +112,7 @@ def test_alias_answers_under_the_public_name(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="gpt-4o-mini", messages=QUESTION, max_tokens=1).model == MODEL_ID
 
 
+@lines(53)
 def test_unknown_model(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as failure:
         client.chat.completions.create(model="no/such:99b", messages=QUESTION)
@@ -117,6 +123,7 @@ def test_unknown_model(client: openai.OpenAI) -> None:
         client.models.retrieve("no/such:99b")
 
 
+@lines(86)
 @pytest.mark.parametrize("stream", [False, True])
 def test_overflow(client: openai.OpenAI, stream: bool) -> None:
     long = [{"role": "user", "content": "word " * CONTEXT_TOKENS}]
@@ -129,6 +136,7 @@ def test_overflow(client: openai.OpenAI, stream: bool) -> None:
     assert str(CONTEXT_TOKENS) in failure.value.message
 
 
+@lines(43, 44, 48)
 def test_keys(engine: str, demo_model, tmp_path) -> None:
     (alice, alice_hash), (bob, bob_hash) = new_key(), new_key()
     config = {

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from app.credential import new_key
+from tests.checklist import lines
 from tests.conftest import MODEL_ID
 from tests.fleet import fake_binary
 from tests.inprocess import Client, InProcess, gateway_in_process
@@ -35,6 +36,7 @@ async def served(
         yield running
 
 
+@lines(103)
 async def test_a_queued_stream_hears_that_it_is_alive(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
 ) -> None:
@@ -55,6 +57,7 @@ async def test_a_queued_stream_hears_that_it_is_alive(
     assert received.rindex(b": keep-alive") < received.index(b"data: ")
 
 
+@lines(103)
 async def test_an_error_after_a_sign_of_life_is_an_event(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
 ) -> None:
@@ -88,6 +91,7 @@ async def test_a_key_may_do_without_signs_of_life(
     assert b"keep-alive\n\n" not in received
 
 
+@lines(109)
 async def test_a_client_that_does_not_read_is_let_go(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from app.errors import InvalidValue, Overloaded
 from app.metrics import Metrics
 from app.scheduler import Lease, Scheduler
+from tests.checklist import lines
 
 MODEL = "m"
 
@@ -161,6 +162,7 @@ async def test_a_freed_slot_goes_to_who_waits_not_to_who_comes() -> None:
     await house.drain()
 
 
+@lines(51)
 async def test_a_full_queue_is_refused_with_a_time_to_come_back() -> None:
     house = House(max_queue=2)
     for _ in range(3):
@@ -186,6 +188,7 @@ async def test_without_a_queue_only_free_slots_are_given() -> None:
         assert house.busy == 1
 
 
+@lines(68)
 async def test_more_slots_than_there_are_is_the_clients_fault() -> None:
     house = House(capacity=2)
     with pytest.raises(InvalidValue) as refusal:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.protocol import EventTooLong, SSESplitter, event_data
+from tests.checklist import lines
 
 _quick = hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
 
@@ -42,6 +43,7 @@ def test_any_cut_gives_the_same_events(stream: list[list[str]], ending: str, pla
     assert splitter.pending == b""
 
 
+@lines(98)
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 def test_single_bytes_give_the_same_events(ending: str) -> None:
     whole = _events([["data: 北京🌍é", "data: second"], [": ping"], ["event: error", "data: {}"]], ending)

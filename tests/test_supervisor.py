@@ -11,6 +11,7 @@ import pytest
 
 from app.engine.binary import EngineBinary
 from app.errors import ModelFailed, ModelLoading
+from tests.checklist import lines
 from tests.fleet import ONE_MODEL, Fleet, fake_engine_binary, fleet_of
 from tests.gateway import is_alive
 
@@ -26,6 +27,7 @@ async def state_becomes(fleet: Fleet, name: str, state: str, *, seconds: float =
             await asyncio.sleep(0.01)
 
 
+@lines(112)
 async def test_one_load_however_many_ask_by_whatever_name(fake: EngineBinary, demo_model: Path) -> None:
     async with fleet_of(fake, demo_model, {"a": {"aliases": ["x", "y"]}}) as fleet:
         names = ["a", "x", "y"] * 20
@@ -35,6 +37,7 @@ async def test_one_load_however_many_ask_by_whatever_name(fake: EngineBinary, de
         assert fleet.count("model_state", model="a", state="ready") == 1
 
 
+@lines(112)
 async def test_who_waits_too_long_is_told_how_long_it_will_take(fake: EngineBinary, demo_model: Path) -> None:
     async with fleet_of(fake, demo_model, {"a": {}}, load_wait_seconds=0.2) as fleet:
         fleet.switch("a", load_seconds=1.5)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.protocol import EventTooLong, SSESplitter, Timings, Usage, UsageMeter, event_data
+from tests.checklist import lines
 
 _quick = hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
 _PLACES = st.lists(st.integers(0, 1_000_000), max_size=12)
@@ -198,6 +199,7 @@ def test_one_of_two_choices_is_not_complete() -> None:
 # Ends that are none
 
 
+@lines(100)
 def test_an_error_ends_what_is_forwarded() -> None:
     meter = UsageMeter(keep_usage=True)
     assert meter.feed(STREAM[0] + ERROR + STREAM[1] + DONE) == STREAM[0]
@@ -229,6 +231,7 @@ def test_an_error_of_any_shape(error: object) -> None:
     assert meter.error == (error if isinstance(error, dict) else {"message": "overloaded"})
 
 
+@lines(102)
 @pytest.mark.parametrize("length", range(len(STREAM)))
 def test_a_stream_that_breaks_off_is_not_complete(length: int) -> None:
     meter = UsageMeter(keep_usage=True)

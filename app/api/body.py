@@ -13,7 +13,7 @@ _IDLE_SECONDS = 60.0
 _JSON_TYPES = frozenset({"", "application/json", "text/plain", "text/json"})
 
 
-async def read_json_body(request: Request, *, limit_bytes: int) -> bytes:
+async def read_json_body(request: Request, *, limit_bytes: int, idle_seconds: float = _IDLE_SECONDS) -> bytes:
     """The body; raises BodyTooLarge, UnsupportedMediaType or RequestTimeout.
 
     A body whose announced length is over the limit is refused before it is read.
@@ -26,10 +26,10 @@ async def read_json_body(request: Request, *, limit_bytes: int) -> bytes:
     size_bytes = 0
     while True:
         try:
-            async with asyncio.timeout(_IDLE_SECONDS):
+            async with asyncio.timeout(idle_seconds):
                 message = await request.receive()
         except TimeoutError:
-            raise RequestTimeout(f"The body did not arrive: nothing came for {_IDLE_SECONDS:.0f} s.") from None
+            raise RequestTimeout(f"The body did not arrive: nothing came for {idle_seconds:.0f} s.") from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         part = message.get("body", b"")
