@@ -59,13 +59,11 @@ def create_app(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.gateway = gateway
-    app.router.routes.extend(router.routes)
-    app.add_middleware(TrailingSlashMiddleware)
     app.state.gateway, app.state.views = gateway, views.Views.of(gateway)
     app.router.routes.extend([*router.routes, *views.routes])
     if gateway.captures is not None:
         app.add_middleware(CaptureMiddleware, folder=gateway.captures)
+    app.add_middleware(TrailingSlashMiddleware)
     app.add_middleware(FrontDoorMiddleware, rules=gateway, metrics=gateway.metrics)
     app.add_middleware(RequestIdMiddleware)
     install_fault_handlers(app)
