@@ -294,6 +294,8 @@ class SetupError(GatewayError):
     type = "service_unavailable_error"
     code = "model_failed"
     exit_code: ClassVar[int] = 2
+    # For so long a model that cannot be loaded because of it is left alone.
+    retry_seconds: ClassVar[float] = 10.0
     public: ClassVar[str] = "the gateway is not set up correctly"
 
 
@@ -349,4 +351,5 @@ class ContextAboveTrained(DoesNotFit):
 class DeviceMissing(DoesNotFit):
     """The model must run on a device, and the engine has none that it runs on."""
 
+    retry_seconds = 300.0
     public = "it must run on a GPU, and the engine finds none that it can use"

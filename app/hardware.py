@@ -18,6 +18,8 @@ _MIB = 1 << 20
 _DEVICE_LINE = re.compile(r"^  (\S+): (.*) \((\d+) MiB, (\d+) MiB free\)\s*$", re.MULTILINE)
 # Two readings of one device's size by different drivers may differ by what firmware keeps for itself.
 _SAME_SIZE = 0.05
+# Less is what a processor's own graphics keeps of the RAM, which is no loss to a model.
+_LEAST_CARD_BYTES = 3 << 30
 # A core that is slower than this share of the fastest one is an efficiency core.
 _PERFORMANCE_SHARE = 0.5
 # cgroup v1 writes "no limit" as the largest multiple of a page.
@@ -46,12 +48,16 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Everything a plan depends on; ``threads`` is the number of compute threads worth starting."""
+    """Everything a plan depends on; ``threads`` is the number of compute threads worth starting.
+
+    ``unseen_devices`` are names of those whose driver answers although the engine lists none at all.
+    """
 
     devices: tuple[Device, ...]
     ram_total_bytes: int
     ram_available_bytes: int
     threads: int
+    unseen_devices: tuple[str, ...] = ()
 
 
 def parse_device_list(text: str) -> tuple[Device, ...]:
@@ -64,8 +70,10 @@ def parse_device_list(text: str) -> tuple[Device, ...]:
 def probe_machine(device_list: str, *, root: Path = _ROOT) -> Machine:
     """The machine as it is now; ``device_list`` is the engine's own list, ``root`` where ``/proc`` and ``/sys`` lie."""
     total, available = ram_bytes(root=root)
-    devices = with_driver_memory(parse_device_list(device_list), device_memory(root=root))
-    return Machine(devices, total, available, usable_threads(root=root))
+    drivers = device_memory(root=root)
+    devices = with_driver_memory(parse_device_list(device_list), drivers)
+    unseen = () if devices else tuple(each.name for each in drivers if each.total_bytes >= _LEAST_CARD_BYTES)
+    return Machine(devices, total, available, usable_threads(root=root), unseen)
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------

@@ -110,6 +110,9 @@ class Metrics:
         self.engine_restarts = self._counter(
             "engine_restarts", "Engines started again after they died.", ("model", "cause")
         )
+        self.degraded = self._gauge(
+            "model_degraded", "1 for a model whose engine does not run where it was planned.", ("model",)
+        )
         self.step_downs = self._counter(
             "plan_step_downs", "Smaller plans made after an engine ran out of memory.", ("model",)
         )
@@ -140,7 +143,7 @@ class Metrics:
 
     def forget_memory(self, model: str) -> None:
         """A model that is not loaded holds nothing."""
-        for gauge in (self.planned_memory, self.measured_memory, self.offloaded_layers):
+        for gauge in (self.planned_memory, self.measured_memory, self.offloaded_layers, self.degraded):
             _remove(gauge, model)
 
     def forget_model(self, model: str) -> None:

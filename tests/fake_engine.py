@@ -391,7 +391,7 @@ def main(argv: Sequence[str]) -> None:
         heads = OPTIONS.replace("\n", ";").split(";")
         print("----- common params -----\n\n" + "\n".join(f"{head:<40}as in llama-server" for head in heads))
     elif "--list-devices" in argv:
-        print("Available devices:\n  (none)")
+        print("Available devices:\n  " + os.environ.get("FAKE_DEVICES", "(none)"))
     else:
         line, switches = CommandLine.parse(argv), Switches.parse(os.environ.get("FAKE_ENGINE", "{}"))
         run = uvloop.run if sys.platform != "win32" else asyncio.run

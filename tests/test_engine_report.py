@@ -88,6 +88,7 @@ def test_older_builds_have_no_prefix() -> None:
         (Cause.CRASH, 134, State.STARTING, "GGML_ASSERT(x) failed"),
         (Cause.MISSING_LIBRARY, 127, State.STARTING, "x: error while loading shared libraries: libggml.so.0: cannot"),
         (Cause.BAD_FLAG, 1, State.STARTING, "error: invalid argument: --no-mmap"),
+        (Cause.DEVICE_GONE, 1, State.STARTING, 'error while handling argument "--device": invalid device: CUDA0'),
         (Cause.BAD_FLAG, 1, State.STARTING, 'error while handling argument "-c": stoi'),
         (Cause.ADDRESS_IN_USE, 1, State.STARTING, "0.1 E srv start: couldn't bind HTTP server socket, hostname: x"),
         (Cause.BAD_FILE, 1, State.STARTING, "0.0 E gguf_init_from_file: failed to open GGUF file 'x'"),

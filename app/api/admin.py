@@ -148,6 +148,8 @@ def _document(gateway: Gateway, status: ModelStatus) -> dict[str, Any]:
         "pin": model.pin,
         "idle_unload_seconds": model.idle_unload_seconds,
         "deaths": status.deaths,
+        "degraded": status.plan and status.plan.degraded,
+        "step_downs": [asdict(step) for step in status.plan.steps] if status.plan else [],
         "failure": failure
         and {
             "cause": failure.cause and failure.cause.value,

@@ -41,13 +41,17 @@ class MeasuredBuffer:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMemory:
-    """What the engine itself says it holds; None is what it has not (yet) said."""
+    """What the engine itself says it holds; None is what it has not (yet) said.
+
+    ``complaint`` is the first line in which it says that it has no device, or no driver for one.
+    """
 
     buffers: tuple[MeasuredBuffer, ...] = ()
     layers_offloaded: int | None = None
     layers_total: int | None = None
     slots: int | None = None
     context_per_slot: int | None = None
+    complaint: str | None = None
 
     def device_bytes(self) -> dict[str, int]:
         """Bytes by device, RAM left out."""
@@ -56,6 +60,10 @@ class MeasuredMemory:
             if not buffer.on_host:
                 sums[buffer.device] = sums.get(buffer.device, 0) + buffer.size_bytes
         return sums
+
+    def device_weights_bytes(self) -> int:
+        """Bytes of the model's tensors that are on devices."""
+        return sum(each.size_bytes for each in self.buffers if each.kind is BufferKind.MODEL and not each.on_host)
 
     def host_bytes(self) -> int:
         """Bytes in RAM; a mapped model counts from its first to its last tensor there."""
@@ -71,6 +79,11 @@ _PROJECTOR_WEIGHTS = re.compile(r"load_hparams: model size: +([\d.]+) MiB")
 _PROJECTOR_GRAPH = "reserve_compute_meta"
 _LAYERS = re.compile(r"load_tensors: offloaded (\d+)/(\d+) layers to GPU")
 _SLOTS = re.compile(r"initializing, n_slots = (\d+), n_ctx_slot = (\d+)")
+# ggml's backends, and common/arg.cpp of an engine without any.
+_COMPLAINT = re.compile(
+    r"ggml_\w+_init: (?:failed|no \w+ devices found).*|no usable GPU found|ggml_vulkan: No devices found.*|"
+    r"compiled without GPU support.*"
+)
 _NEW_CONTEXT = "llama_context: constructing llama_context"
 # Everything before this line was a trial without memory behind it.
 _FIT_ENDED = "fitting params to free memory took"
@@ -86,6 +99,7 @@ class MemoryReport:
         self._sizes: dict[tuple[int, str, BufferKind], int] = {}
         self._context = 0
         self._projector_device = "CPU"
+        self._complaint: str | None = None
         self._layers: tuple[int | None, int | None] = (None, None)
         self._slots: tuple[int | None, int | None] = (None, None)
 
@@ -105,6 +119,7 @@ class MemoryReport:
             layers_total=self._layers[1],
             slots=self._slots[0],
             context_per_slot=self._slots[1],
+            complaint=self._complaint,
         )
 
     def _feed_line(self, line: str) -> None:
@@ -125,6 +140,8 @@ class MemoryReport:
             self._layers = (int(found[1]), int(found[2]))
         elif found := _SLOTS.search(line):
             self._slots = (int(found[1]), int(found[2]))
+        elif self._complaint is None and (found := _COMPLAINT.search(line)):
+            self._complaint = found[0].strip()[:200]
 
     def _add(self, context: int, device: str, kind: BufferKind, size_mib: str) -> None:
         key = (context, device, kind)
@@ -141,6 +158,7 @@ class Cause(StrEnum):
     WRONG_CPU = "wrong_cpu"
     MISSING_LIBRARY = "missing_library"
     CANNOT_EXECUTE = "cannot_execute"
+    DEVICE_GONE = "device_gone"
     ADDRESS_IN_USE = "address_in_use"
     BAD_FLAG = "bad_flag"
     BAD_FILE = "bad_file"
@@ -167,6 +185,7 @@ _SENTENCES: dict[Cause, tuple[bool, str]] = {
     Cause.WRONG_CPU: (True, "The engine is built for another CPU (illegal instruction); install a build for this one."),
     Cause.MISSING_LIBRARY: (True, "The engine lacks a shared library; install it, or another build."),
     Cause.CANNOT_EXECUTE: (True, "The engine program is missing or cannot be executed; install it again."),
+    Cause.DEVICE_GONE: (False, "The engine no longer finds the device that was planned on; look after its driver."),
     Cause.ADDRESS_IN_USE: (False, "The engine could not listen: its socket or port is taken; stop what holds it."),
     Cause.BAD_FLAG: (True, "The engine refused its command line; correct extra_args, or use another build."),
     Cause.BAD_FILE: (True, "The engine cannot load the model file; it is damaged or needs a newer engine."),
@@ -183,6 +202,8 @@ _START_UP: tuple[tuple[Cause, re.Pattern[str]], ...] = (
             r"Library not loaded|version `[^']+' not found"
         ),
     ),
+    # Ours: --device is not among the extra_args that may be given.
+    (Cause.DEVICE_GONE, re.compile(r"invalid device: ")),
     (Cause.BAD_FLAG, re.compile(r"^error: invalid argument|^error while handling argument|requires flash_attn to be")),
     (Cause.ADDRESS_IN_USE, re.compile(r"couldn't bind HTTP server socket|Address already in use")),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from app.offload.alternatives import Alternative, alternatives
 from app.offload.confirm import Confirmation, with_word
 from app.offload.expected import Expected
-from app.offload.plan import OffloadPlan, Reason
+from app.offload.plan import OffloadPlan, Reason, mib
 from app.offload.planner import plan_offload
 from app.offload.step_down import MOST_STEPS, Shortage, missing, replanned, step_down
 from app.offload.verified import Verified
@@ -22,6 +22,7 @@ __all__ = [
     "Verified",
     "Wish",
     "alternatives",
+    "mib",
     "missing",
     "plan_offload",
     "replanned",

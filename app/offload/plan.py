@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from app.gguf import ModelFacts
@@ -61,6 +61,10 @@ class OffloadPlan:
             "verified": self._verified(),
             "argv": list(argv),
         }
+
+    def as_degraded(self, why: str) -> OffloadPlan:
+        """The same plan, of an engine that does not run by it."""
+        return replace(self, degraded=why, reasons=(*self.reasons, Reason("degraded", "yes", why)))
 
     def summary(self) -> tuple[str, str, str]:
         """Three lines for a person: the model, where it goes, what that takes."""

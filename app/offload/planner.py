@@ -84,8 +84,10 @@ class _Planner:
     def _check_devices(self) -> None:
         wanted = "require_gpu" if self.wish.require_gpu else "gpu_layers" if self.wish.gpu_layers else None
         if wanted and not self.machine.devices:
+            unseen = ", ".join(self.machine.unseen_devices)
+            although = f" although this machine has {unseen}" if unseen else ""
             raise DeviceMissing(
-                f"{wanted} asks for a device but the engine sees none: check driver and engine build with "
+                f"{wanted} asks for a device but the engine sees none{although}: check driver and engine build with "
                 "`llama-gateway doctor`, or take that setting away.",
                 numbers={"devices": 0},
             )

@@ -61,6 +61,12 @@ class Chronicle:
             detail=f"{step.because}. {ended.sentence}",
         )
 
+    def degraded(self, model_id: str, reason: str) -> None:
+        """The engine serves, but not where it was planned."""
+        _log.warning("model %s is degraded: %s", model_id, reason)
+        message = "Not all of it is where it was planned, so it is slower than it should be."
+        self._events.record(EventKind.DEGRADED, message, model=model_id, cause="device", detail=reason)
+
     def restarting(self, model_id: str, ended: EngineExit, delay_seconds: float) -> None:
         """The engine died and is started again."""
         _log.warning("model %s: %s Starting it again in %.1f s.", model_id, ended.sentence, delay_seconds)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from app.backends import LocalBackend
 from app.config import MemoryConfig, ModelConfig
+from app.engine.landing import degradation
 from app.engine.process import EngineDied, EngineExit, State
 from app.engine.verify import PlanVerifier
-from app.errors import DoesNotFit
+from app.errors import DeviceMissing, DoesNotFit
 from app.eviction import Evict, Go, Resident, SharingRules, Wait, as_good, choose
 from app.hardware import Machine
 from app.metrics import Metrics
@@ -162,7 +163,10 @@ class Loader:
         backend = unit.loading = self._make_backend(unit.model, plan)
         try:
             await backend.start()
-            if self._verifier is not None:
+            landed = degradation(plan, backend.measured)
+            if landed is not None and not landed.on_device and unit.model.require_gpu:
+                raise DeviceMissing(f"{unit.model.id} has require_gpu and is not served: {landed.reason}")
+            if self._verifier is not None and landed is None:
                 await asyncio.to_thread(self._verifier.learn, plan, backend.measured)
         except BaseException:
             await backend.close()
@@ -171,6 +175,10 @@ class Loader:
         finally:
             unit.loading = None
         self._show_memory(unit.model, backend)
+        self._metrics.degraded.labels(unit.model.id).set(landed is not None)
+        if landed is not None:
+            unit.plan = plan.as_degraded(landed.reason)
+            self._chronicle.degraded(unit.model.id, landed.reason)
         return backend
 
     def _plan(self, model: ModelConfig, machine: Machine, files: ModelFiles | None = None) -> OffloadPlan:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from app.config import ModelConfig
 from app.engine.process import State
 from app.engine.report import Cause
+from app.errors import SetupError
 from app.gguf import Kind, ModelFacts
 from app.offload import OffloadPlan
 from app.supervisor.planning import kind_of
 from app.supervisor.signals import GaveUp
 
-# A model that failed for a reason outside its engine (no room, no file, no disk) is not tried again before this.
+# A model that failed for a reason that nobody thought of is not tried again before this.
 _RETRY_SECONDS = 10.0
 
 
@@ -36,8 +37,9 @@ class Failure:
         if isinstance(error, GaveUp):
             ended = error.exit
             return cls(reason, ended.public.rstrip("."), now + error.retry_seconds, ended.cause, ended.log_tail)
-        public = str(getattr(error, "public", "the engine does not start"))
-        return cls(reason, public.rstrip("."), now + _RETRY_SECONDS)
+        if isinstance(error, SetupError):
+            return cls(reason, error.public.rstrip("."), now + error.retry_seconds)
+        return cls(reason, "the engine does not start", now + _RETRY_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
