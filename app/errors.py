@@ -6,6 +6,7 @@ GatewayError                      500 server_error
 │   ├── UnsupportedEndpoint       400 unsupported_endpoint_for_model
 │   ├── UnsupportedParameter      400 unsupported_parameter: right, but not for this model
 │   ├── ContextLengthExceeded     400 context_length_exceeded, both numbers
+│   ├── ContextRefused            400 context_length_exceeded: a remote server said so, without numbers
 │   ├── InvalidApiKey             401 invalid_api_key
 │   ├── ModelNotAllowed           403 model_not_allowed
 │   ├── NotAdmin                  403 admin_required
@@ -132,6 +133,12 @@ class ContextLengthExceeded(RequestError):
         body = super().body()
         body["error"] |= {"n_prompt_tokens": self.prompt_tokens, "n_ctx": self.context_tokens}
         return body
+
+
+class ContextRefused(RequestError):
+    """A remote server found the prompt too long and did not say by how much."""
+
+    code = "context_length_exceeded"
 
 
 class InvalidApiKey(RequestError):

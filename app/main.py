@@ -23,6 +23,7 @@ from app.api.gateway import ReadSettings, refuse_open_door
 from app.api.paths import TrailingSlashMiddleware
 from app.api.request_id import RequestIdMiddleware
 from app.auth import Authenticator
+from app.backends import RemoteRules
 from app.captures import CaptureFolder
 from app.config import ModelCatalog, RequestLogConfig, ServerConfig, Settings
 from app.engine.binary import EngineBinary, find_engine
@@ -72,7 +73,11 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 @asynccontextmanager
 async def open_gateway(
-    settings: Settings, engine: EngineBinary, *, read_settings: ReadSettings | None = None
+    settings: Settings,
+    engine: EngineBinary,
+    *,
+    read_settings: ReadSettings | None = None,
+    remote_rules: RemoteRules | None = None,
 ) -> AsyncIterator[Gateway]:
     """The parts of a gateway, built bottom-up; leaving stops every engine and removes the run folder.
 
@@ -93,6 +98,7 @@ async def open_gateway(
             records=instance.records,
             instance=instance.name,
             learned=settings.state_dir / "learned.json",
+            remote_rules=remote_rules,
         )
         scheduler = Scheduler(metrics)
         store = settings.quota.store or f"sqlite:{settings.state_dir / 'quota.db'}"

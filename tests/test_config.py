@@ -18,6 +18,7 @@ from app.config import (
     MemoryConfig,
     ModelCatalog,
     ModelEntry,
+    RemoteServer,
     ServerConfig,
     Settings,
     load_settings,
@@ -68,7 +69,7 @@ def _example_tree() -> dict[str, Any]:
         (EngineConfig, lambda tree: tree["engine"]),
         (MemoryConfig, lambda tree: tree["memory"]),
         (Defaults, lambda tree: tree["defaults"]),
-        (ModelEntry, lambda tree: next(iter(tree["models"].values()))),
+        (ModelEntry, lambda tree: {key for model in tree["models"].values() for key in model}),
         (KeyConfig, lambda tree: tree["keys"][0]),
     ],
 )
@@ -82,7 +83,8 @@ def test_every_line_of_the_example_is_commented() -> None:
     assert [line for line in bare if not line.lstrip().startswith(("host", "port"))] == []
 
 
-def test_the_example_loads(tmp_path: Path) -> None:
+def test_the_example_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REMOTE_KEY", "secret")
     file = shutil.copy(EXAMPLE, tmp_path / "config.yaml")
     (tmp_path / "models").mkdir()
     model = tmp_path / _example_tree()["models"]["smollm2"]["path"]
@@ -99,6 +101,39 @@ def test_the_example_shows_the_defaults(tmp_path: Path) -> None:
     assert EngineConfig(**shown["engine"]) == silent.engine
     assert MemoryConfig(**shown["memory"]) == silent.memory
     assert Defaults(**shown["defaults"]) == silent.defaults
+
+
+# Models elsewhere
+
+
+def test_a_remote_model(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_TEST", "secret")
+    file = write("models:\n  m: {url: 'https://x.example/v1/', key_env: KEY_OF_TEST, context: 512, remote_model: big}")
+    model = ModelCatalog(load_settings(file)).resolve("m")
+    assert model.remote == RemoteServer("https://x.example/v1", "KEY_OF_TEST", "big", None)
+    assert (model.path, model.context) == (None, 512)
+
+
+_MISPLACED = {
+    "pin": ("models:\n  m:\n    url: http://x/v1\n    pin: true", 4, "models with a path"),
+    "offload": ("models:\n  m:\n    url: http://x/v1\n    offload: {gpu_layers: 1}", 4, "models with a path"),
+    "remote_model": ("models:\n  m:\n    path: a.gguf\n    remote_model: b", 4, "models with a url"),
+    "key_env": (
+        "models:\n  m:\n    url: http://x/v1\n    key_env: NOT_SET_ANYWHERE",
+        4,
+        "no variable NOT_SET_ANYWHERE",
+    ),
+    "tokenizer": ("models:\n  m:\n    url: http://x/v1\n    tokenizer: gone.gguf", 4, "there is no file"),
+}
+
+
+@pytest.mark.parametrize("key", _MISPLACED)
+def test_what_does_not_belong_to_a_model(write: Write, key: str) -> None:
+    text, line, problem = _MISPLACED[key]
+    file = write(text)
+    said = _refusal(file)
+    assert f"{file}:{line}: models.m.{key}: " in said
+    assert problem in said
 
 
 # Misspelt keys
@@ -168,7 +203,14 @@ _WRONG = {
     "negative queue": ("defaults: {max_queue: -1}", "defaults.max_queue"),
     "empty engine": ("engine: {binary: ''}", "engine.binary"),
     "models as a list": ("models: [a]", "models"),
-    "model without path": ("models: {m: {}}", "models.m.path"),
+    "model from nowhere": ("models: {m: {}}", "models.m"),
+    "model from two places": ("models: {m: {path: a.gguf, url: 'http://x/v1'}}", "models.m"),
+    "no address": ("models: {m: {url: 10.0.0.7:8080}}", "models.m.url"),
+    "no host": ("models: {m: {url: 'http:///v1'}}", "models.m.url"),
+    "impossible port": ("models: {m: {url: 'http://x:99999/v1'}}", "models.m.url"),
+    "key in an address": ("models: {m: {url: 'http://me:secret@x/v1'}}", "models.m.url"),
+    "query in an address": ("models: {m: {url: 'http://x/v1?key=secret'}}", "models.m.url"),
+    "key instead of its variable": ("models: {m: {url: 'http://x/v1', key_env: sk-12345}}", "models.m.key_env"),
     "aliases as text": ("models: {m: {path: a.gguf, aliases: local}}", "models.m.aliases"),
     "unknown cache": ("models: {m: {path: a.gguf, kv_cache: q9}}", "models.m.kv_cache"),
     "unknown offload": ("models: {m: {path: a.gguf, offload: full}}", "models.m.offload"),

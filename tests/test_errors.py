@@ -30,6 +30,7 @@ _ANSWERS: dict[str, tuple[int, str, str | None]] = {
     "InvalidValue": (400, "invalid_request_error", "invalid_value"),
     "UnsupportedEndpoint": (400, "invalid_request_error", "unsupported_endpoint_for_model"),
     "ContextLengthExceeded": (400, "invalid_request_error", "context_length_exceeded"),
+    "ContextRefused": (400, "invalid_request_error", "context_length_exceeded"),
     "InvalidApiKey": (401, "invalid_request_error", "invalid_api_key"),
     "ModelNotAllowed": (403, "permission_error", "model_not_allowed"),
     "NotAdmin": (403, "permission_error", "admin_required"),

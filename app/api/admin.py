@@ -132,8 +132,10 @@ def _document(gateway: Gateway, status: ModelStatus) -> dict[str, Any]:
     return {
         "id": model.id,
         "aliases": list(model.aliases),
-        "path": str(model.path),
+        "path": None if model.path is None else str(model.path),
+        "url": None if model.remote is None else model.remote.url,
         "state": status.state.value,
+        "circuit": status.circuit,
         "pid": status.pid,
         "context_tokens": status.context_tokens,
         "slots": {"total": status.slots, "busy": gateway.scheduler.in_flight(model.id)},

@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 
 from app.api.gateway import Gateway, gateway_of, key_of
 from app.errors import ModelNotFound
-from app.gguf import Kind
+from app.gguf import Kind, ModelFacts
 from app.supervisor import ModelStatus
 
 # llama.cpp's words for what a model can do.
@@ -45,13 +45,17 @@ def _document(gateway: Gateway, status: ModelStatus) -> dict[str, Any]:
         "state": status.state.value,
         "kind": status.kind.value,
         "capabilities": [_CAPABILITIES[status.kind]],
-        "meta": {
-            "n_ctx": status.context_tokens,
-            "n_ctx_train": facts.context_trained,
-            "n_params": facts.parameters,
-            "n_vocab": facts.vocabulary_size,
-            "size": facts.file_bytes,
-        },
+        **({} if status.circuit is None else {"circuit": status.circuit}),
+        "meta": {"n_ctx": status.context_tokens, **({} if facts is None else _meta(facts))},
+    }
+
+
+def _meta(facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "n_ctx_train": facts.context_trained,
+        "n_params": facts.parameters,
+        "n_vocab": facts.vocabulary_size,
+        "size": facts.file_bytes,
     }
 
 

@@ -1,6 +1,8 @@
-"""Something that answers: an engine of our own, later also one elsewhere."""
+"""Something that answers: an engine of our own, or a server elsewhere."""
 
 from app.backends.base import Backend, Reply
+from app.backends.breaker import Circuit
 from app.backends.local import LocalBackend
+from app.backends.remote import RemoteBackend, RemoteRules
 
-__all__ = ["Backend", "LocalBackend", "Reply"]
+__all__ = ["Backend", "Circuit", "LocalBackend", "RemoteBackend", "RemoteRules", "Reply"]

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TransferSpeedColumn
 
 from app.api import Gateway
+from app.backends import LocalBackend
 from app.cli.model_store import demo_model
 from app.config import Settings
 from app.engine.binary import find_engine
@@ -91,6 +92,7 @@ class Demo:
         async with httpx.AsyncClient(base_url=url, timeout=_LOAD_SECONDS, trust_env=False) as client:
             async with self._spinner("loading the model"):
                 backend = await gateway.supervisor.ready(gateway.catalog.resolve(_MODEL_ID))
+            assert isinstance(backend, LocalBackend)
             for label, line in zip(("model", "place", "memory"), backend.plan.summary(), strict=True):
                 self._out.print(f"{label:<8} {line}", markup=False)
             self._out.print(f"\n> {self._prompt}", markup=False)

@@ -4,7 +4,7 @@ A value comes from the environment (``LLAMA_GATEWAY_SERVER__PORT``), else from t
 Every message names file, line, key and cure.
 """
 
-from app.config.catalog import ModelCatalog, ModelConfig
+from app.config.catalog import ModelCatalog, ModelConfig, RemoteServer
 from app.config.load import load_settings
 from app.config.settings import (
     Defaults,
@@ -27,6 +27,7 @@ __all__ = [
     "ModelCatalog",
     "ModelConfig",
     "ModelEntry",
+    "RemoteServer",
     "RequestLogConfig",
     "ServerConfig",
     "Settings",

@@ -12,15 +12,29 @@ from app.errors import ModelNotFound
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteServer:
+    """An OpenAI-compatible server elsewhere that answers for a model.
+
+    ``url`` goes up to ``/v1``; ``key_env`` names the environment variable with the key; ``model`` is the model's name
+    there, None to find it out; ``tokenizer`` is a model file whose vocabulary estimates prompts.
+    """
+
+    url: str
+    key_env: str | None = None
+    model: str | None = None
+    tokenizer: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model with every default filled in.
+    """One model with every default filled in: ``path`` is its file, or ``remote`` the server that has it.
 
     ``context`` is what each request may use, in tokens; None leaves it to the smaller of ``default_context`` and the
     context that the model was trained for. ``idle_unload_seconds`` is None for a model that stays.
     """
 
     id: str
-    path: Path
+    path: Path | None
     aliases: tuple[str, ...]
     context: int | None
     default_context: int
@@ -44,6 +58,14 @@ class ModelConfig:
     max_wait_seconds: float | None = None
     long_prompt_tokens: int = 8192
     long_prefills: int = 1
+    remote: RemoteServer | None = None
+
+    @property
+    def file(self) -> Path:
+        """The file of a model of ours; raises ValueError for one elsewhere."""
+        if self.path is None:
+            raise ValueError(f"the model {self.id!r} has no file")
+        return self.path
 
 
 class ModelCatalog:
@@ -101,7 +123,12 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
         max_wait_seconds=defaults.max_wait,
         long_prompt_tokens=defaults.long_prompt,
         long_prefills=defaults.long_prefills,
+        remote=None if entry.url is None else _remote(entry.url, entry),
     )
+
+
+def _remote(url: str, entry: ModelEntry) -> RemoteServer:
+    return RemoteServer(url=url, key_env=entry.key_env, model=entry.remote_model, tokenizer=entry.tokenizer)
 
 
 def _idle_unload(entry: ModelEntry, defaults: Defaults) -> float | None:

@@ -12,9 +12,11 @@ from pydantic_settings import SettingsError
 
 from app.config.document import Document
 from app.config.explain import explain, nearest
+from app.config.remote import remote_problems
 from app.config.settings import ModelEntry, Settings
 from app.errors import ConfigError
 
+_MODEL_FILES = ("path", "mmproj", "tokenizer")
 _TLS_FILES = ("tls_certificate", "tls_key")
 
 CheckFlags = Callable[[Sequence[str]], object]
@@ -82,8 +84,8 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
     }
 
     def located(entry: ModelEntry) -> ModelEntry:
-        mmproj = None if entry.mmproj is None else absolute(entry.mmproj)
-        return entry.model_copy(update={"path": absolute(entry.path), "mmproj": mmproj})
+        given = {key: path for key in _MODEL_FILES if (path := getattr(entry, key)) is not None}
+        return entry.model_copy(update={key: absolute(path) for key, path in given.items()})
 
     models = {name: located(entry) for name, entry in settings.models.items()}
     binary = settings.engine.binary
@@ -112,7 +114,7 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
 def _refuse_contradictions(settings: Settings, document: Document, check_flags: CheckFlags | None) -> None:
     problems = [*_missing_files(settings, document), *_names_given_twice(settings, document)]
     problems += [*_flags_not_allowed(settings, document, check_flags), *_state_not_writable(settings, document)]
-    problems += [*_tls_files_missing(settings, document)]
+    problems += [*_tls_files_missing(settings, document), *remote_problems(settings, document)]
     problems += [*_keys_to_nowhere(settings, document), *_default_to_nowhere(settings, document)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -120,7 +122,8 @@ def _refuse_contradictions(settings: Settings, document: Document, check_flags: 
 
 def _missing_files(settings: Settings, document: Document) -> Iterator[str]:
     for name, entry in settings.models.items():
-        for key, path in (("path", entry.path), ("mmproj", entry.mmproj)):
+        for key in _MODEL_FILES:
+            path = getattr(entry, key)
             if path is not None and not _is_file(path):
                 place = document.place(("models", name, key))
                 yield f"{place}: there is no file {path}; correct the path or fetch the model first."

@@ -7,6 +7,7 @@ import re
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -162,10 +163,31 @@ def _auto_is_none(value: object) -> object:
     return value
 
 
-class ModelEntry(_Section):
-    """One model of the file, as written there."""
+def _base_url(value: str) -> str:
+    """An address to which ``/models`` or ``/chat/completions`` can be appended."""
+    try:
+        parts = urlsplit(value)
+        port_is_possible = parts.port is None or parts.port > 0
+    except ValueError:
+        port_is_possible = False
+    if not port_is_possible or parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be an address like http://10.0.0.7:8080/v1")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError("must be a plain address; a key belongs into the environment variable that key_env names")
+    return value.rstrip("/")
 
-    path: Path
+
+BaseUrl = Annotated[str, AfterValidator(_base_url)]
+
+
+class ModelEntry(_Section):
+    """One model of the file, as written there: a file of ours (``path``) or a server elsewhere (``url``)."""
+
+    path: Path | None = None
+    url: BaseUrl | None = None
+    key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    remote_model: str | None = Field(default=None, min_length=1)
+    tokenizer: Path | None = None
     mmproj: Path | None = None
     aliases: tuple[str, ...] = ()
     context: Tokens | None = None
@@ -183,6 +205,12 @@ class ModelEntry(_Section):
     require_gpu: bool = False
     allow_smaller_context: bool = False
     extra_args: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> ModelEntry:
+        if (self.path is None) == (self.url is None):
+            raise ValueError("needs either path, a model file, or url, the address of a server; one of them")
+        return self
 
 
 Amount = Annotated[Integer, Field(ge=0, le=1 << 53)]

@@ -10,6 +10,7 @@ from app.config import ModelConfig
 # Whatever else differs is the gateway's own business and takes effect without another engine.
 _OF_THE_ENGINE = (
     "path",
+    "remote",
     "mmproj",
     "context",
     "parallel",

@@ -20,7 +20,7 @@ class ModelFiles:
     @classmethod
     def read(cls, model: ModelConfig) -> ModelFiles:
         """Read both headers; raises ModelFileError."""
-        return cls(read_header(model.path), None if model.mmproj is None else read_projector(model.mmproj))
+        return cls(read_header(model.file), None if model.mmproj is None else read_projector(model.mmproj))
 
 
 def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wish:
@@ -41,9 +41,11 @@ def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wis
     )
 
 
-def kind_of(model: ModelConfig, facts: ModelFacts) -> Kind:
-    """What the model is for: as configured, else what its file says."""
-    return natural_kind(facts) if model.kind == "auto" else Kind(model.kind)
+def kind_of(model: ModelConfig, facts: ModelFacts | None) -> Kind:
+    """What the model is for: as configured, else what its file says; one that another server has is for chat."""
+    if model.kind != "auto":
+        return Kind(model.kind)
+    return Kind.CHAT if facts is None else natural_kind(facts)
 
 
 def _pooling(kind: Kind, facts: ModelFacts) -> str | None:

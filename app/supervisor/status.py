@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.backends import Circuit
 from app.config import ModelConfig
 from app.engine.process import State
 from app.engine.report import Cause
@@ -46,11 +47,12 @@ class Failure:
 class ModelStatus:
     """What the gateway knows of a model now; ``context_tokens`` is the engine's own once it is loaded.
 
+    ``facts`` is None and ``circuit`` says whether it is asked for a model that another server has.
     ``users`` are requests that the engine works on, ``waiting`` those that wait for the model; times in seconds.
     """
 
     model: ModelConfig
-    facts: ModelFacts
+    facts: ModelFacts | None
     state: State
     context_tokens: int
     slots: int
@@ -65,6 +67,7 @@ class ModelStatus:
     load_seconds: float | None = None
     plan: OffloadPlan | None = None
     argv: tuple[str, ...] = ()
+    circuit: Circuit | None = None
 
     @property
     def kind(self) -> Kind:

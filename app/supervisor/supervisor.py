@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from app.backends import LocalBackend
+from app.backends import Backend, LocalBackend, RemoteRules
 from app.backends.liveness import Patience
 from app.config import MemoryConfig, ModelCatalog, ModelConfig
 from app.engine.binary import EngineBinary
@@ -27,6 +27,7 @@ from app.supervisor.changes import Changes, compare
 from app.supervisor.chronicle import Chronicle
 from app.supervisor.loader import Loader, MakeBackend
 from app.supervisor.planning import ModelFiles
+from app.supervisor.remote_unit import RemoteUnit
 from app.supervisor.restarts import RestartPolicy
 from app.supervisor.signals import UnitRetired
 from app.supervisor.status import ModelStatus
@@ -37,6 +38,9 @@ _log = logging.getLogger(__name__)
 _LOAD_WAIT_SECONDS = 300.0
 # A broken connection is noticed before the death that broke it.
 _DEATH_NOTICED_SECONDS = 1.0
+
+
+AnyUnit = Unit | RemoteUnit
 
 
 class Supervisor:
@@ -60,6 +64,7 @@ class Supervisor:
         probe: Callable[[], Machine] | None = None,
         make_backend: MakeBackend | None = None,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
+        remote_rules: RemoteRules | None = None,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -71,27 +76,26 @@ class Supervisor:
         self._records = records
         self._instance = instance
         self._new_policy = new_policy
+        self._remote_rules = remote_rules
         self._numbers = itertools.count(1)
         self._is_closing = False
         self._default: str | None = catalog.default_model
         # Units that wait to replace the one of their model, and units that were replaced and still answer.
         self._successors: dict[str, Unit] = {}
-        self._retired: set[Unit] = set()
+        self._retired: set[AnyUnit] = set()
         self._chores: set[asyncio.Task[None]] = set()
-        self._units: dict[str, Unit] = {}
+        self._units: dict[str, AnyUnit] = {}
         self._shown: dict[str, State] = {}
         self._loader = Loader(
             self._all_units,
             memory=memory,
-            probe=probe or (lambda: probe_machine(engine.device_list())),
+            probe=probe or self._probe,
             make_backend=make_backend or self._local_backend,
             metrics=metrics,
             chronicle=self._chronicle,
-            # A scripted engine has no binary to ask.
-            verifier=self._verifier(learned) if make_backend is None else None,
+            verifier=self._verifier(learned) if make_backend is None else None,  # a scripted engine cannot be asked
         )
-        for model in catalog:
-            self._add(model, ModelFiles.read(model).facts)
+        self._add_all(catalog)
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -106,13 +110,18 @@ class Supervisor:
         """What the model is for."""
         return self._unit(model).kind
 
-    def backend(self, model: ModelConfig) -> LocalBackend | None:
+    def backend(self, model: ModelConfig) -> Backend | None:
         """The model's engine if it is ready."""
         return self._unit(model).backend
 
     async def plan(self, model: ModelConfig) -> OffloadPlan:
-        """The plan that its engine runs by, or the one by which it would be loaded now; raises DoesNotFit."""
+        """The plan that its engine runs by, or the one by which it would be loaded now.
+
+        Raises DoesNotFit, or SetupError for a model that another server has.
+        """
         unit = self._unit(model)
+        if isinstance(unit, RemoteUnit):
+            return await unit.plan()
         return unit.plan or await self._loader.preview(unit)
 
     def log_tail(self, model: ModelConfig, count: int) -> list[str]:
@@ -122,7 +131,7 @@ class Supervisor:
     # --- who uses it --------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def use(self, model: ModelConfig) -> AsyncIterator[LocalBackend]:
+    async def use(self, model: ModelConfig) -> AsyncIterator[Backend]:
         """The model's engine, started if need be, and not stopped for another model before the block has ended.
 
         Raises ModelFailed, ModelLoading, Draining; ModelNotFound when a reload has removed it.
@@ -130,7 +139,7 @@ class Supervisor:
         while True:
             unit = self._unit(model)
             try:
-                backend = await unit.acquire(wait_seconds=self._load_wait_seconds)
+                backend: Backend = await unit.acquire(wait_seconds=self._load_wait_seconds)
                 break
             except UnitRetired:
                 self._refuse_when_closing()
@@ -139,7 +148,7 @@ class Supervisor:
         finally:
             unit.release()
 
-    async def ready(self, model: ModelConfig) -> LocalBackend:
+    async def ready(self, model: ModelConfig) -> Backend:
         """The model's engine, started if need be; it may be stopped at any time, unlike that of ``use``."""
         async with self.use(model) as backend:
             return backend
@@ -164,7 +173,7 @@ class Supervisor:
     def unload(self, model: ModelConfig) -> None:
         """Stop it once its requests have ended; the next request loads it again."""
         unit = self._unit(model)
-        if unit.is_alive:
+        if isinstance(unit, Unit) and unit.is_alive:
             self._chronicle.unloading(model.id)
         self._do(unit.stop())
 
@@ -177,8 +186,7 @@ class Supervisor:
         changes = compare(known, catalog)
         models = {model.id: model for model in catalog}
         facts = {
-            name: (await asyncio.to_thread(ModelFiles.read, models[name])).facts
-            for name in (*changes.added, *changes.restarted)
+            name: await asyncio.to_thread(_read_facts, models[name]) for name in (*changes.added, *changes.restarted)
         }
         self._loader.memory = memory
         self._default = catalog.default_model
@@ -204,11 +212,12 @@ class Supervisor:
         for chore in self._chores:
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
-        await asyncio.gather(*(unit.retire(drain=False) for unit in self._all_units()))
+        units = [*self._units.values(), *self._successors.values(), *self._retired]
+        await asyncio.gather(*(unit.retire(drain=False) for unit in units))
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _unit(self, model: ModelConfig) -> Unit:
+    def _unit(self, model: ModelConfig) -> AnyUnit:
         self._refuse_when_closing()
         try:
             return self._units[model.id]
@@ -220,13 +229,31 @@ class Supervisor:
             raise Draining("The gateway is stopping.", retry_after_seconds=5)
 
     def _all_units(self) -> list[Unit]:
-        return [*self._units.values(), *self._successors.values(), *self._retired]
+        """Those with engines of ours."""
+        units = (*self._units.values(), *self._successors.values(), *self._retired)
+        return [unit for unit in units if isinstance(unit, Unit)]
 
-    def _add(self, model: ModelConfig, facts: ModelFacts) -> None:
+    def _probe(self) -> Machine:
+        return probe_machine(self._engine.device_list())
+
+    def _add_all(self, catalog: ModelCatalog) -> None:
+        for model in catalog:
+            self._add(model, _read_facts(model))
+
+    def _add(self, model: ModelConfig, facts: ModelFacts | None) -> None:
         self._units[model.id] = self._new_unit(model, facts)
         self._show(self._units[model.id])
 
-    def _new_unit(self, model: ModelConfig, facts: ModelFacts) -> Unit:
+    def _new_unit(self, model: ModelConfig, facts: ModelFacts | None) -> AnyUnit:
+        if facts is None:
+            assert model.remote is not None
+            return RemoteUnit(
+                model,
+                model.remote,
+                environment=self._environment,
+                on_change=self._show,
+                rules=self._remote_rules,
+            )
         return Unit(
             model,
             key=f"{model.id}#{next(self._numbers)}",
@@ -247,14 +274,20 @@ class Supervisor:
             self._engine,
             model_id=model.id,
             run_dir=self._run_dir,
-            environment=self._environment,
+            environment=self._without_keys(),
             extra_args=model.extra_args,
             patience=self._patience,
             records=self._records,
             instance=self._instance,
         )
 
-    def _show(self, unit: Unit) -> None:
+    def _without_keys(self) -> dict[str, str]:
+        """Our environment without the keys of servers elsewhere, which are nothing to an engine."""
+        servers = [unit.model.remote for unit in self._units.values()]
+        keys = {server.key_env for server in servers if server is not None}
+        return {name: value for name, value in self._environment.items() if name not in keys}
+
+    def _show(self, unit: AnyUnit) -> None:
         """The state of the unit that counts for its model, not of one that was replaced or waits to replace it."""
         name = unit.model.id
         if self._units.get(name) is unit and self._shown.get(name) is not unit.state:
@@ -278,12 +311,12 @@ class Supervisor:
         if not any(unit.is_alive for unit in self._all_units()):
             default.summon()
 
-    def _replace(self, model: ModelConfig, facts: ModelFacts) -> None:
+    def _replace(self, model: ModelConfig, facts: ModelFacts | None) -> None:
         """Give the model another engine."""
         self._drop_successor(model.id)
         old = self._units[model.id]
         new = self._new_unit(model, facts)
-        if old.is_alive:
+        if isinstance(old, Unit) and isinstance(new, Unit) and old.is_alive:
             self._successors[model.id] = new
             self._do(self._succeed(old, new))
         else:
@@ -302,7 +335,7 @@ class Supervisor:
         if was_serving and not new.is_alive:
             new.summon()
 
-    def _switch(self, old: Unit, new: Unit) -> None:
+    def _switch(self, old: AnyUnit, new: AnyUnit) -> None:
         self._successors.pop(new.model.id, None)
         self._units[new.model.id] = new
         self._show(new)
@@ -312,12 +345,12 @@ class Supervisor:
         if name in self._successors:
             self._retire(self._successors.pop(name))
 
-    def _retire(self, unit: Unit) -> None:
+    def _retire(self, unit: AnyUnit) -> None:
         unit.is_retired = True
         self._retired.add(unit)
         self._do(self._end(unit))
 
-    async def _end(self, unit: Unit) -> None:
+    async def _end(self, unit: AnyUnit) -> None:
         await unit.retire(drain=True)
         self._retired.discard(unit)
 
@@ -331,3 +364,8 @@ class Supervisor:
         self._chores.discard(chore)
         if not chore.cancelled() and (error := chore.exception()) is not None:
             _log.error("unexpected %r in the supervisor", error)
+
+
+def _read_facts(model: ModelConfig) -> ModelFacts | None:
+    """What the model's files say; None for one that another server has. Raises ModelFileError."""
+    return None if model.remote is not None else ModelFiles.read(model).facts

@@ -34,6 +34,7 @@ class Admission:
     context_tokens: int
     request: ChatRequest
     dropped: tuple[int, ...] = ()
+    is_estimate: bool = False
 
     @property
     def answer_tokens(self) -> int:
@@ -46,13 +47,16 @@ class Admission:
         return self.prompt_tokens + self.answer_tokens
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What the request uses of its context; ``x-context-count: bound`` means at most so many prompt tokens."""
+        """What the request uses of its context; ``x-context-count: bound`` means at most so many prompt tokens.
+
+        ``estimate``: nobody could count; the number is a guess with its margin.
+        """
         prompt, limit = self.prompt_tokens, self.context_tokens
         headers = [
             (b"x-context-limit", b"%d" % limit),
             (b"x-context-prompt-tokens", b"%d" % prompt),
             (b"x-context-remaining", b"%d" % (limit - prompt)),
-            (b"x-context-count", b"exact" if self.exact else b"bound"),
+            (b"x-context-count", b"estimate" if self.is_estimate else b"exact" if self.exact else b"bound"),
         ]
         if self.clamped:
             headers.append((b"x-context-clamped", b"%d" % self.max_tokens))

@@ -36,7 +36,7 @@ class TokenCounter:
     """Counts prompts for one loaded engine whose slots hold ``context_tokens`` each.
 
     ``rendering`` shows prompts as the engine tokenizes them; with it ``longest_token_bytes`` refuses at once what is
-    far too long, and ``fragments`` counts only what is new.
+    far too long, and ``fragments`` counts only what is new. ``is_estimate``: the source cannot count, it guesses.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class TokenCounter:
         rendering: RenderSource | None = None,
         longest_token_bytes: int | None = None,
         fragments: FragmentCounts | None = None,
+        is_estimate: bool = False,
     ) -> None:
         self.context_tokens = context_tokens
+        self.is_estimate = is_estimate
         self._source = source
         self._vocabulary = vocabulary
         self._template = template
@@ -104,6 +106,8 @@ class TokenCounter:
             answer = ceiling_tokens
         wish = _Wish(answer, request.max_tokens is not None, overflow, exact)
         admission = await self._admit(request, wish)
+        if self.is_estimate:
+            admission = replace(admission, exact=False, is_estimate=True)
         shortened = request.max_tokens is not None and admission.max_tokens < request.max_tokens
         return replace(admission, clamped=True) if shortened else admission
 

@@ -189,6 +189,8 @@ def _detail(failure: Failure | None) -> str | None:
 
 def _about(status: ModelStatus) -> str:
     facts = status.facts
+    if facts is None:
+        return "on another server"
     parts = [facts.architecture, f"{facts.parameters / 1e9:.3g}B parameters", facts.quantisation or ""]
     return ", ".join(part for part in parts if part)
 

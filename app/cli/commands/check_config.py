@@ -16,5 +16,6 @@ def command(file: Annotated[Path, typer.Argument(help="The configuration to chec
     """Check a configuration and the headers of its models; exit code 0 when it can be served."""
     settings = load_settings(file, check_flags=check_extra_args)
     for entry in settings.models.values():
-        read_header(entry.path)
+        if entry.path is not None:
+            read_header(entry.path)
     typer.echo(f"{file}: valid; {len(settings.models)} models, {len(settings.keys)} keys.")
