@@ -101,8 +101,7 @@ async def open_gateway(
             remote_rules=remote_rules,
         )
         scheduler = Scheduler(metrics)
-        store = settings.quota.store or f"sqlite:{settings.state_dir / 'quota.db'}"
-        quota = Quota(open_store(store, base=settings.state_dir, fail_open=settings.quota.fail == "open"))
+        quota = _quota(settings)
         log = _request_log(settings.request_log, metrics)
         observers = [] if log is None else [log.observe]
         proxy = Proxy(
@@ -128,6 +127,11 @@ async def open_gateway(
         finally:
             await supervisor.close()
             await quota.close()
+
+
+def _quota(settings: Settings) -> Quota:
+    store = settings.quota.store or f"sqlite:{settings.state_dir / 'quota.db'}"
+    return Quota(open_store(store, base=settings.state_dir, fail_open=settings.quota.fail == "open"))
 
 
 class _Helper(Protocol):
