@@ -70,7 +70,7 @@ class Authenticator:
             raise InvalidApiKey("The request carries two different API keys; send one.")
         found = self._find(tokens.pop()) if tokens else None
         if found is None:
-            raise InvalidApiKey("No valid API key was given; send 'Authorization: Bearer KEY' with a key of ours.")
+            raise InvalidApiKey("No valid API key was given; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
         return found
 
     def _find(self, token: bytes) -> ApiKey | None:

@@ -126,7 +126,9 @@ class ContextLengthExceeded(RequestError):
             param="messages",
         )
         self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
         self.context_tokens = context_tokens
+        self.at_least = at_least
 
     def body(self) -> dict[str, Any]:
         """OpenAI's object plus llama.cpp's two numbers."""

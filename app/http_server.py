@@ -12,6 +12,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from app.errors import GatewayError, RequestError, RequestTimeout
+from app.protocol.messages import error_document, is_messages_path
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_URL_BYTES = 8 << 10
@@ -54,6 +55,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._running: RequestResponseCycle | None = None
+        self.url = b""
         self._head_bytes = 0
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
@@ -139,6 +141,11 @@ class GatewayProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _error_document(self, error: GatewayError) -> dict[str, Any]:
+        """In the shape of the API that was asked, as far as its path has come."""
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        return error_document(error) if is_messages_path(path) else error.body()
+
     def _refuse(self, error: GatewayError) -> None:
         """Answer without the application, and close; into an answer that still runs nothing may be written."""
         self._disarm()
@@ -151,7 +158,7 @@ class GatewayProtocol(HttpToolsProtocol):
             if self._running.response_started:
                 self.transport.close()
                 return
-        body = orjson.dumps(error.body())
+        body = orjson.dumps(self._error_document(error))
         headers = {
             "content-type": "application/json",
             "content-length": str(len(body)),

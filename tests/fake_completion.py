@@ -78,7 +78,7 @@ class Completion:
         wanted = len(switches.tool_deltas) or switches.chunks
         self.tokens = min(wanted, max(1, asked) if asked >= 0 else wanted, context - self.prompt_tokens)
         self.stream = bool(body.get("stream"))
-        whole = "tool_calls" if switches.tool_deltas else "stop"
+        whole = "tool_calls" if any("tool_calls" in delta for delta in switches.tool_deltas) else "stop"
         self.finish_reason = whole if self.tokens == wanted else "length"
         wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         self.sends_usage = switches.usage == "always" or (switches.usage == "asked" and wants_usage)

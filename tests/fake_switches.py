@@ -55,7 +55,9 @@ class Switches:
     segment_bytes: int = 0  # every stream byte in HTTP chunks and writes of this size
     ping: str = ""  # raw text before each chunk: ":\n\n", "id: 1\n\n", "retry: 5\n\n"
     usage: str = "asked"  # asked | always | never
-    tool_deltas: tuple[Mapping[str, Any], ...] = ()  # these deltas in place of the words, finish_reason tool_calls
+    tool_deltas: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # these deltas in place of the words; calls among them are the finish_reason
     content: str = ""  # the text of every chunk in place of the words
     log_headers: bool = False  # the names of each request's headers are written to the log
     close_after_response: bool = False  # closes the connection although it promised keep-alive

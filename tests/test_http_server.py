@@ -136,6 +136,19 @@ async def test_a_large_head() -> None:
     assert application.started == []
 
 
+async def test_a_refusal_is_in_the_shape_of_the_api_that_was_asked() -> None:
+    async with served() as (application, port):
+        many = b"".join(b"x-%d: %s\r\n" % (index, b"v" * 1000) for index in range(MAX_HEAD_BYTES // 1000 + 2))
+        large = await ask(port, b"POST /v1/messages?beta=true HTTP/1.1\r\nhost: x\r\n" + many)
+        twofold = await ask(port, b"POST /v1/messages HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n")
+    for answer, status in ((large, b"431"), (twofold, b"400")):
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status)
+        document = orjson.loads(body)
+        assert (document["type"], document["error"]["type"]) == ("error", "invalid_request_error")
+    assert application.started == []
+
+
 @lines(36)
 async def test_a_long_url() -> None:
     async with served() as (application, port):

@@ -1,4 +1,4 @@
-"""Every failure leaves as OpenAI's error object, counted once."""
+"""Every failure leaves as the error object of the API that was asked, counted once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from app.api.error_answer import error_response
 from app.api.gateway import gateway_of
 from app.errors import (
     GatewayError,
@@ -40,7 +41,7 @@ async def _on_gateway_error(request: Request, error: Exception) -> Response:
         # Its message is for the operator and may name paths.
         _log.error("%s", error)
         error = Unavailable(f"The gateway cannot answer: {error.public}.", retry_after_seconds=30)
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+    return error_response(request.scope, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -61,4 +62,4 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     _log.error("unexpected %s while answering %s %s", type(error).__name__, request.method, request.url.path)
     failure = GatewayError("The gateway failed unexpectedly; the operator finds the cause in its log.")
-    return JSONResponse(failure.body(), status_code=500, headers=failure.headers())
+    return error_response(request.scope, failure)

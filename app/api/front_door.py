@@ -9,9 +9,10 @@ from ipaddress import ip_address
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.api.error_answer import error_response
 from app.config import Settings
 from app.errors import GatewayError, RequestError
 from app.metrics import Metrics
@@ -108,7 +109,7 @@ class FrontDoorMiddleware:
             is_foreign = origin is not None and self._source.door.check_origin(origin, host)
         except GatewayError as error:
             self._metrics.rejected.labels(error.code or error.type).inc()
-            await JSONResponse(error.body(), status_code=error.status, headers=error.headers())(scope, receive, send)
+            await error_response(scope, error)(scope, receive, send)
             return
         if origin is None or not is_foreign:
             await self._app(scope, receive, send)

@@ -8,9 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Route
 
+from app.api.error_answer import speaks_anthropic
 from app.api.gateway import Gateway, gateway_of, key_of
 from app.errors import ModelNotFound
 from app.gguf import Kind, ModelFacts
+from app.protocol.messages import model_info, model_page
 from app.supervisor import ModelStatus
 
 # llama.cpp's words for what a model can do.
@@ -21,7 +23,7 @@ async def list_models(request: Request) -> JSONResponse:
     """``GET /v1/models``: what this key may use."""
     gateway, key = gateway_of(request), key_of(request)
     data = [_document(gateway, status) for status in gateway.supervisor if key.allows(status.model.id)]
-    return JSONResponse({"object": "list", "data": data})
+    return JSONResponse(model_page(data) if speaks_anthropic(request.scope) else {"object": "list", "data": data})
 
 
 async def retrieve_model(request: Request) -> JSONResponse:
@@ -30,7 +32,8 @@ async def retrieve_model(request: Request) -> JSONResponse:
     model = gateway.catalog.resolve(request.path_params["model_id"])
     if not key.allows(model.id):
         raise ModelNotFound(f"The model {model.id!r} does not exist for this key.", param="model")
-    return JSONResponse(_document(gateway, gateway.supervisor.status(model)))
+    document = _document(gateway, gateway.supervisor.status(model))
+    return JSONResponse(model_info(document) if speaks_anthropic(request.scope) else document)
 
 
 def _document(gateway: Gateway, status: ModelStatus) -> dict[str, Any]:

@@ -28,7 +28,8 @@ class RequestIdMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", identity)]
+                # OpenAI's name and Anthropic's.
+                message["headers"] = [*message["headers"], (b"x-request-id", identity), (b"request-id", identity)]
             await send(message)
 
         try:

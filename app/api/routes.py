@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from app.api import admin, chat, events, health, models, usage
+from app.api import admin, chat, events, health, messages, models, usage
 
 router = APIRouter()
-router.routes.extend([*chat.routes, *models.routes, *health.routes, *usage.routes, *admin.routes, *events.routes])
+router.routes.extend(
+    [*chat.routes, *messages.routes, *models.routes, *health.routes, *usage.routes, *admin.routes, *events.routes]
+)

@@ -44,7 +44,9 @@ class Counting:
 
     async def _count(self) -> int:
         async with self._parts.supervisor.use(self._model) as self._backend:
-            return await self._backend.counter.count(self._request)
+            # As it would be sent.
+            request, _ = self._request.adapted(self._backend.abilities)
+            return await self._backend.counter.count(request)
 
     def silence_headers(self) -> Headers | None:
         """None: the answer is a document with its length."""
