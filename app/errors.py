@@ -11,6 +11,7 @@ GatewayError                      500 server_error
 │   ├── ModelNotAllowed           403 model_not_allowed
 │   ├── NotAdmin                  403 admin_required
 │   ├── ModelNotFound             404 model_not_found
+│   ├── ResponseNotFound          404 response_not_found: nothing is kept
 │   ├── UnknownRoute              404 unknown_url
 │   ├── MethodNotAllowed          405 method_not_allowed
 │   ├── RequestTimeout            408 request_timeout
@@ -175,6 +176,13 @@ class ModelNotFound(RequestError):
 
     status = 404
     code = "model_not_found"
+
+
+class ResponseNotFound(RequestError):
+    """A response is asked for by its id, and none is ever kept."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class UnknownRoute(RequestError):

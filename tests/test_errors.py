@@ -29,12 +29,14 @@ _ANSWERS: dict[str, tuple[int, str, str | None]] = {
     "RequestError": (400, "invalid_request_error", None),
     "InvalidValue": (400, "invalid_request_error", "invalid_value"),
     "UnsupportedEndpoint": (400, "invalid_request_error", "unsupported_endpoint_for_model"),
+    "UnsupportedParameter": (400, "invalid_request_error", "unsupported_parameter"),
     "ContextLengthExceeded": (400, "invalid_request_error", "context_length_exceeded"),
     "ContextRefused": (400, "invalid_request_error", "context_length_exceeded"),
     "InvalidApiKey": (401, "invalid_request_error", "invalid_api_key"),
     "ModelNotAllowed": (403, "permission_error", "model_not_allowed"),
     "NotAdmin": (403, "permission_error", "admin_required"),
     "ModelNotFound": (404, "invalid_request_error", "model_not_found"),
+    "ResponseNotFound": (404, "invalid_request_error", "response_not_found"),
     "UnknownRoute": (404, "invalid_request_error", "unknown_url"),
     "MethodNotAllowed": (405, "invalid_request_error", "method_not_allowed"),
     "RequestTimeout": (408, "timeout_error", "request_timeout"),
@@ -48,6 +50,7 @@ _ANSWERS: dict[str, tuple[int, str, str | None]] = {
     "CountingTimedOut": (503, "service_unavailable_error", "server_is_overloaded"),
     "UpstreamFailed": (502, "server_error", "upstream_failed"),
     "EngineGone": (502, "server_error", "upstream_failed"),
+    "AnswerRejected": (502, "server_error", "answer_rejected"),
     "UpstreamTimeout": (504, "timeout_error", "upstream_timeout"),
 }
 

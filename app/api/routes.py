@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from app.api import admin, chat, events, health, messages, models, usage
+from app.api import admin, chat, events, health, messages, models, responses, usage
 
 router = APIRouter()
-router.routes.extend(
-    [*chat.routes, *messages.routes, *models.routes, *health.routes, *usage.routes, *admin.routes, *events.routes]
-)
+for _noun in (chat, messages, responses, models, health, usage, admin, events):
+    router.routes.extend(_noun.routes)

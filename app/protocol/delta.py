@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
 
 from app.errors import UpstreamFailed
 from app.protocol.sse import EventTooLong, SSESplitter, event_data
+
+_NO_LOGPROBS: Mapping[str, Any] = {}
 
 
 class CallDelta(NamedTuple):
@@ -27,6 +30,7 @@ class Delta(NamedTuple):
     calls: tuple[CallDelta, ...]
     finish_reason: str | None
     stopping_word: str | None
+    logprobs: Sequence[Any] = ()
 
 
 class DeltaReader:
@@ -67,6 +71,7 @@ class DeltaReader:
             tuple(map(self._places.read, calls)) if calls else (),
             choice.get("finish_reason"),
             (chunk.get("__verbose") or {}).get("stopping_word") or None,
+            (choice.get("logprobs") or _NO_LOGPROBS).get("content") or (),
         )
 
 
