@@ -47,6 +47,56 @@ class _UntilClose(int):
     __hash__ = int.__hash__
 
 
+class _HeadJoiner:
+    """A transport that sends the head of an answer together with what follows it in the same turn of the loop.
+
+    uvicorn writes them apart, and a write costs more than everything that it carries.
+    """
+
+    __slots__ = (
+        "_held",
+        "_loop",
+        "_transport",
+        "close",
+        "get_extra_info",
+        "is_closing",
+        "pause_reading",
+        "resume_reading",
+        "set_protocol",
+    )
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._held = b""
+        self.get_extra_info = transport.get_extra_info
+        self.is_closing = transport.is_closing
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+        self.set_protocol = transport.set_protocol
+        self.close = self._close
+
+    def write(self, data: bytes) -> None:
+        """Send it, or hold it back until the end of this turn if it is a head."""
+        if self._held:
+            data, self._held = self._held + data, b""
+            self._transport.write(data)
+        elif data.startswith(b"HTTP/1.1 2"):
+            self._held = data
+            self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(data)
+
+    def _flush(self) -> None:
+        if self._held:
+            data, self._held = self._held, b""
+            self._transport.write(data)
+
+    def _close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+
 class GatewayProtocol(HttpToolsProtocol):
     """One connection. Its head state is written by the parser's callbacks, which run on the loop's thread."""
 
@@ -64,6 +114,7 @@ class GatewayProtocol(HttpToolsProtocol):
         """A client has connected; its first request must come in time."""
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.transport = _HeadJoiner(self.transport, self.loop)  # type: ignore[assignment]
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ _Result = TypeVar("_Result")
 _WAIT_SECONDS = 0.9
 _RETRY_SECONDS = 1.0
 _IDLE_SECONDS = 1.0
+_GATHER_SECONDS = 0.1
 
 
 class SQLiteStore:
@@ -40,6 +42,7 @@ class SQLiteStore:
         self._fail_open = fail_open
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quota")
         self._dirty = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._batch: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self.is_failing = False
@@ -71,9 +74,10 @@ class SQLiteStore:
     async def reserve(self, key: str, limits: Limits, asked: Amounts) -> Ticket:
         """Take it or raise RateLimited or BudgetSpent; QuotaUnavailable when it cannot be written down."""
         ticket = await self._memory.reserve(key, limits, asked)
-        written = self._next_commit()
         if not limits.is_any:
+            self._dirty.set()
             return ticket
+        written = self._next_commit()
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
                 await asyncio.shield(written)
@@ -91,19 +95,20 @@ class SQLiteStore:
     def settle(self, ticket: Ticket, actual: Amounts) -> None:
         """Replace what was reserved by what was used."""
         self._memory.settle(ticket, actual)
-        self._next_commit()
+        self._dirty.set()
 
     async def standing(self, key: str, limits: Limits) -> tuple[Standing, ...]:
         """How the key stands in every window."""
         return await self._memory.standing(key, limits)
 
     def _next_commit(self) -> asyncio.Future[None]:
-        """Ask for a commit of what has changed so far, and wait for it if you like."""
+        """A commit of what has changed so far, at once, to be waited for."""
         if self._batch is None:
             self._batch = asyncio.get_running_loop().create_future()
             # Its failure is reported once, here; who waits for it hears of it as well.
             self._batch.add_done_callback(lambda batch: batch.cancelled() or batch.exception())
         self._dirty.set()
+        self._urgent.set()
         return self._batch
 
     async def _write_forever(self) -> None:
@@ -116,14 +121,22 @@ class SQLiteStore:
                 if not self._journal.is_synced:
                     await self._sync()
                 continue
+            await self._gather()
             await self._write()
             if self.is_failing:
                 await asyncio.sleep(_RETRY_SECONDS)
                 self._dirty.set()
 
+    async def _gather(self) -> None:
+        """Let more come together, unless somebody waits: until it is settled a reservation stands for the most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GATHER_SECONDS):
+                await self._urgent.wait()
+
     async def _write(self) -> None:
         """One commit of everything that has changed."""
         self._dirty.clear()
+        self._urgent.clear()
         ledger = self._memory.ledger
         changes, (batch, self._batch) = ledger.take_changes(), (self._batch, None)
         try:

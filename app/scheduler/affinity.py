@@ -45,14 +45,16 @@ class _Slot:
     def common_bytes(self, chain: Sequence[Link]) -> int:
         common = 0
         for mine, other in zip(self.chain, chain, strict=False):
-            if mine != other:
+            if mine.digest != other.digest:
                 break
             common = mine.size_bytes
         return common
 
     def value(self, chain: Sequence[Link], now: float) -> float:
         """What is gained by reusing the slot less what is lost with the rest of its content, in bytes of prompt."""
-        held, common = self.chain[-1].size_bytes if self.chain else 0, self.common_bytes(chain)
+        if not self.chain:
+            return 0.0
+        held, common = self.chain[-1].size_bytes, self.common_bytes(chain)
         worth = math.exp2((self.used_at - now) / _HALF_LIFE_SECONDS)
         return common - (held - common) * worth
 
