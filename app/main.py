@@ -9,7 +9,8 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
@@ -27,13 +28,14 @@ from app.backends import RemoteRules
 from app.captures import CaptureFolder
 from app.config import ModelCatalog, RequestLogConfig, ServerConfig, Settings
 from app.engine.binary import EngineBinary, find_engine
-from app.errors import AddressInUse, ConfigError, GatewayError
+from app.errors import AddressInUse, ConfigError
 from app.events import EventLog
 from app.http_server import GatewayProtocol
 from app.instance import open_instance
 from app.metrics import Metrics
 from app.proxy import Proxy
 from app.quota import Quota, open_store
+from app.reloading import Reloader
 from app.request_log import RequestLog
 from app.sampler import Sampler
 from app.scheduler import Scheduler
@@ -293,11 +295,17 @@ async def _with_signals(main: Callable[[StopRequest], Coroutine[Any, Any, None]]
     await main(stop)
 
 
-async def serve(settings: Settings, stop: StopRequest, *, read_settings: ReadSettings | None = None) -> None:
+async def serve(
+    settings: Settings,
+    stop: StopRequest,
+    *,
+    read_settings: ReadSettings | None = None,
+    config_file: Path | None = None,
+) -> None:
     """Serve until asked to stop; raises SetupError for what the operator has to mend.
 
     SIGHUP reads the configuration again with ``read_settings``; without one it stops the gateway, as a terminal that
-    closes means it.
+    closes means it. ``config_file`` is watched when the configuration says so.
     """
     service = ServiceManager()
     check_certificate(settings.server)
@@ -308,9 +316,10 @@ async def serve(settings: Settings, stop: StopRequest, *, read_settings: ReadSet
             host, port = listener.getsockname()[:2]
             names = ", ".join(model.id for model in gateway.catalog)
             server = Server(gateway, service)
+            reloader = Reloader(gateway, service, file=config_file, on_hangup_without_file=stop.ask)
             helpers = [
                 asyncio.create_task(service.feed_watchdog(), name="watchdog"),
-                asyncio.create_task(_reload_when_asked(gateway, service, stop), name="reload"),
+                asyncio.create_task(reloader.run(), name="reload"),
                 asyncio.create_task(_say_ready(server, service, f"serving {names}"), name="ready"),
             ]
             scheme = "http" if settings.server.tls_certificate is None else "https"
@@ -326,23 +335,3 @@ async def serve(settings: Settings, stop: StopRequest, *, read_settings: ReadSet
 async def _say_ready(server: Server, service: ServiceManager, status: str) -> None:
     await server.started_event.wait()
     service.ready(status)
-
-
-async def _reload_when_asked(gateway: Gateway, service: ServiceManager, stop: StopRequest) -> None:
-    """One reload per SIGHUP; several that come during one are one more."""
-    hangup = asyncio.Event()
-    with suppress(AttributeError, NotImplementedError):
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, stop.ask if gateway.read_settings is None else hangup.set)
-    while True:
-        await hangup.wait()
-        hangup.clear()
-        service.reloading()
-        try:
-            _log.info("reloaded: %s", (await gateway.reload()).summary())
-        except GatewayError as error:
-            _log.error("the configuration is not used, the old one stays in force: %s", error)
-        except Exception:
-            # Whatever it was, the next reload must be heard.
-            _log.exception("the reload failed unexpectedly")
-        service.ready("serving " + ", ".join(model.id for model in gateway.catalog))

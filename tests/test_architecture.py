@@ -45,6 +45,7 @@ _LINES = (
     (8, "api"),
     (8, "views"),
     (9, "http_server"),
+    (9, "reloading"),
     (9, "main"),
     (9, "cli"),
     (9, "__main__"),

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from app.config import ModelCatalog
+from app.reloading import FileWatch
 from app.supervisor.changes import Changes, compare
 from tests.fleet import Fleet, fake_binary, fake_engine_binary, fleet_of, settings_for
 from tests.gateway import GatewayProcess, running_gateway, wait_until
@@ -215,6 +216,38 @@ def test_sighup_does_the_same(editable: Editable, demo_model: Path) -> None:
         lambda: any("the old one stays in force" in line for line in editable.gateway.log), seconds=2, what="a refusal"
     )
     assert names() == ["a", "new"]
+
+
+def test_a_watched_file_is_read_again_by_itself(editable: Editable, demo_model: Path) -> None:
+    names = lambda: [model["id"] for model in editable.client.get("/v1/models").json()["data"]]  # noqa: E731
+    entry = {"path": str(demo_model), "context": 512}
+    server = {"port": 0, "drain_seconds": 2, "watch_config": True}
+    # Nobody watches before it is said so; the first reload is asked for.
+    editable.edit(server=server)
+    assert editable.reload().status_code == 200
+    editable.edit(server=server, models={"a": entry | {"parallel": 50}, "new": entry})
+    wait_until(lambda: names() == ["a", "new"], seconds=10, what="the new model is listed")
+    editable.file.write_text("models: {")
+    refused = "the old one stays in force"
+    wait_until(lambda: any(refused in line for line in editable.gateway.log), seconds=10, what="a refusal")
+    assert names() == ["a", "new"]
+    reloads = sum("reloaded:" in line or refused in line for line in editable.gateway.log)
+    assert reloads <= 3
+
+
+def test_a_file_is_told_of_when_it_is_another_and_still(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("a")
+    watch = FileWatch(file)
+    assert not watch.has_changed()
+    file.write_text("ab")
+    # It may still be being written.
+    assert [watch.has_changed() for _ in range(3)] == [False, True, False]
+    file.unlink()
+    assert [watch.has_changed() for _ in range(2)] == [False, False]
+    (tmp_path / "other").write_text("ab")
+    (tmp_path / "other").rename(file)
+    assert [watch.has_changed() for _ in range(3)] == [False, True, False]
 
 
 def test_a_revoked_key_stops_working_at_once(editable: Editable) -> None:

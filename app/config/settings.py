@@ -92,6 +92,7 @@ class ServerConfig(_Section):
     max_body: Size = ByteSize(16 << 20)
     drain_seconds: float = Field(default=30, ge=0, le=3600)
     load_wait: Duration = 300.0
+    watch_config: bool = False
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> ServerConfig:

@@ -34,4 +34,5 @@ def command(
         return settings
 
     settings = read_settings()
-    run(lambda stop: serve(settings, stop, read_settings=read_settings if config is not None else None))
+    reread = read_settings if config is not None else None
+    run(lambda stop: serve(settings, stop, read_settings=reread, config_file=config))
