@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,18 +25,17 @@ from app.api.paths import TrailingSlashMiddleware
 from app.api.request_id import RequestIdMiddleware
 from app.auth import Authenticator
 from app.backends import RemoteRules
-from app.captures import CaptureFolder
-from app.config import ModelCatalog, RequestLogConfig, ServerConfig, Settings
+from app.config import ModelCatalog, ServerConfig, Settings
 from app.engine.binary import EngineBinary, find_engine
 from app.errors import AddressInUse, ConfigError
 from app.events import EventLog
 from app.http_server import GatewayProtocol
 from app.instance import open_instance
 from app.metrics import Metrics
+from app.observers import Helper, Observers
 from app.proxy import Proxy
 from app.quota import Quota, open_store
 from app.reloading import Reloader
-from app.request_log import RequestLog
 from app.sampler import Sampler
 from app.scheduler import Scheduler
 from app.service import ServiceManager
@@ -64,8 +63,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     )
     app.state.gateway, app.state.views = gateway, views.Views.of(gateway)
     app.router.routes.extend([*router.routes, *views.routes])
-    if gateway.captures is not None:
-        app.add_middleware(CaptureMiddleware, folder=gateway.captures)
+    if gateway.observers is not None and gateway.observers.captures is not None:
+        app.add_middleware(CaptureMiddleware, folder=gateway.observers.captures)
     app.add_middleware(TrailingSlashMiddleware)
     app.add_middleware(FrontDoorMiddleware, rules=gateway, metrics=gateway.metrics)
     app.add_middleware(RequestIdMiddleware)
@@ -104,26 +103,30 @@ async def open_gateway(
         )
         scheduler = Scheduler(metrics)
         quota = _quota(settings)
-        log = _request_log(settings.request_log, metrics)
-        observers = [] if log is None else [log.observe]
+        observers = Observers.of(settings, metrics, events)
         proxy = Proxy(
             catalog=catalog,
             supervisor=supervisor,
             scheduler=scheduler,
             metrics=metrics,
             quota=quota,
-            observers=observers,
+            observers=observers.told(),
         )
         authenticator = Authenticator(settings.keys)
         gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, events, proxy)
         gateway.read_settings = read_settings
-        gateway.captures = _captures(settings.request_log, metrics)
+        gateway.observers = observers
         sampler = Sampler(
-            metrics, supervisor=supervisor, scheduler=scheduler, quota=quota, keys=lambda: gateway.authenticator
+            metrics,
+            supervisor=supervisor,
+            scheduler=scheduler,
+            quota=quota,
+            keys=lambda: gateway.authenticator,
+            slowdowns=observers.slowdowns,
         )
         try:
             await quota.open()
-            async with _running(sampler, log, gateway.captures):
+            async with _running(sampler, *observers.helpers()):
                 supervisor.start()
                 yield gateway
         finally:
@@ -136,34 +139,16 @@ def _quota(settings: Settings) -> Quota:
     return Quota(open_store(store, base=settings.state_dir, fail_open=settings.quota.fail == "open"))
 
 
-class _Helper(Protocol):
-    async def run(self) -> None: ...
-
-
 @asynccontextmanager
-async def _running(*helpers: _Helper | None) -> AsyncIterator[None]:
+async def _running(*helpers: Helper) -> AsyncIterator[None]:
     """Run each beside the block, then cancel them."""
-    tasks = [asyncio.create_task(one.run(), name=type(one).__name__) for one in helpers if one is not None]
+    tasks = [asyncio.create_task(one.run(), name=type(one).__name__) for one in helpers]
     try:
         yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _request_log(config: RequestLogConfig, metrics: Metrics) -> RequestLog | None:
-    if config.file is None:
-        return None
-    lost = metrics.request_log_lost.labels("lines")
-    return RequestLog(None if config.is_stdout else config.file, on_lost=lost.inc)
-
-
-def _captures(config: RequestLogConfig, metrics: Metrics) -> CaptureFolder | None:
-    if config.bodies is None:
-        return None
-    lost = metrics.request_log_lost.labels("bodies")
-    return CaptureFolder(config.bodies, limit_bytes=int(config.bodies_limit), on_lost=lost.inc)
 
 
 def bind(settings: Settings) -> socket.socket:

@@ -19,6 +19,8 @@ _PROMPT_RATE = (10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
 _GENERATION_RATE = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 _TOKENS = (16, 64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 
+_OUTCOMES = ("ok", "rejected", "failed", "client_gone")
+
 UNKNOWN = "_unknown"
 
 
@@ -57,6 +59,8 @@ class Metrics:
         self.rejected = self._counter("rejected", "Requests refused before an engine saw them.", ("reason",))
         self.context_overflow = self._counter("context_overflow", "Requests over the context of a slot.", ("model",))
         self.request_log_lost = self._counter("request_log_lost", "Records that could not be written.", ("what",))
+        for what in ("lines", "bodies"):
+            self.request_log_lost.labels(what)
         self.client_disconnects = self._counter("client_disconnects", "Clients that left before their answer ended.")
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From the request's arrival to the first byte of its answer.", _SECONDS
@@ -116,6 +120,7 @@ class Metrics:
         self.step_downs = self._counter(
             "plan_step_downs", "Smaller plans made after an engine ran out of memory.", ("model",)
         )
+        self.slow = self._gauge("model_slow", "1 while a model is slowed down by this cause.", ("model", "cause"))
         self.evictions = self._counter("evictions", "Models stopped to make room for another.", ("model",))
         self.engine_resident = self._gauge("engine_resident_bytes", "Resident memory of the engine.", ("model",))
         self.engine_major_faults = self._counter(
@@ -157,6 +162,7 @@ class Metrics:
             self.slots,
             self.queue_depth,
             self.kv_tokens,
+            self.slow,
         ):
             _remove(gauge, model)
 
@@ -202,6 +208,11 @@ class ModelMeters:
         self.generation_rate = metrics.generation_rate.labels(model)
         self.prompt_rates = metrics.prompt_rates.labels(model)
         self.generation_rates = metrics.generation_rates.labels(model)
+        # Nothing happened yet: a rate needs the zero to start from.
+        for counter in (metrics.evictions, metrics.step_downs):
+            counter.labels(model)
+        for outcome in _OUTCOMES:
+            self.outcome("chat", outcome)
 
     def outcome(self, endpoint: str, outcome: str) -> Counter:
         """Counts requests that ended so."""

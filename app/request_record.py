@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request; times in seconds, ``ended_at`` Unix time, speeds in tokens per second by the engine's own clock.
+    """One request; times in seconds, ``ended_at`` Unix time, speeds in tokens per second by the engine's own clock,
+    ``busy_slots`` how many of the model's slots worked on average while this one wrote.
 
     It has no field for what was asked or answered, so that no log can hold it. Not frozen, since it is made once per
     request and a frozen one costs three times as much.
@@ -33,6 +34,7 @@ class RequestRecord:
     generated_tokens: int = 0
     prompt_tokens_per_second: float | None = None
     generation_tokens_per_second: float | None = None
+    busy_slots: float = 1.0
 
     def document(self) -> dict[str, Any]:
         """The record as JSON; times in milliseconds."""

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from app.auth import ApiKey
 from app.engine.process import State
+from app.engine.report import Cause
 from app.footprint import Footprint, footprint
 from app.hardware import DeviceMemory, device_memory, process_device_memory, ram_bytes
 from app.metrics import Metrics
 from app.quota import Quota
 from app.scheduler import Scheduler
+from app.slowdown import Look, SlowdownWatch
 from app.supervisor import ModelStatus, Supervisor
 
 _log = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 5.0
+_RESTARTED_AFTER = [cause for cause in Cause if cause is not Cause.ASKED and not cause.permanent]
 _BUDGETS_SECONDS = 2.0
 
 
@@ -52,14 +56,18 @@ class Sampler:
         scheduler: Scheduler,
         quota: Quota,
         keys: Callable[[], Iterable[ApiKey]],
+        slowdowns: SlowdownWatch,
         interval_seconds: float = _INTERVAL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._metrics = metrics
         self._supervisor = supervisor
         self._scheduler = scheduler
         self._quota = quota
         self._keys = keys
+        self._slowdowns = slowdowns
         self._interval_seconds = interval_seconds
+        self._clock = clock
         self._faults: dict[str, tuple[int, int]] = {}
         self._budgets: set[tuple[str, str]] = set()
 
@@ -80,6 +88,8 @@ class Sampler:
         self._show_machine(sample)
         for status in statuses:
             self._show_model(status, sample.engines.get(status.model.id), pids.get(status.model.id))
+            self._look_for_slowdown(status, sample)
+        self._slowdowns.forget_models_but({status.model.id for status in statuses})
         # A store that does not answer must not keep the machine from being looked at.
         with suppress(TimeoutError):
             async with asyncio.timeout(_BUDGETS_SECONDS):
@@ -97,8 +107,9 @@ class Sampler:
 
     def _show_model(self, status: ModelStatus, engine: Footprint | None, pid: int | None) -> None:
         metrics, model = self._metrics, status.model.id
-        # Its series exist from the start: a rate needs a zero to start from.
         metrics.of(model)
+        for cause in _RESTARTED_AFTER:
+            metrics.engine_restarts.labels(model, cause.value)
         self._scheduler.show(model)
         engine = engine or Footprint()
         metrics.engine_resident.labels(model).set(engine.resident_bytes)
@@ -110,6 +121,16 @@ class Sampler:
         capacity = status.context_tokens * status.slots if status.state is State.READY else 0
         metrics.kv_tokens.labels(model, "capacity").set(capacity)
         self._count_faults(model, pid, engine.major_faults)
+
+    def _look_for_slowdown(self, status: ModelStatus, sample: MachineSample) -> None:
+        model, engine = status.model.id, sample.engines.get(status.model.id)
+        self._slowdowns.introduce(model)
+        if status.state is not State.READY or engine is None or status.plan is None:
+            self._slowdowns.rest(model)
+            return
+        shares = [device.used_bytes / device.total_bytes for device in sample.devices if device.total_bytes]
+        look = Look(self._clock(), max(shares, default=0.0), engine.shared_bytes, engine.major_faults)
+        self._slowdowns.look(model, engine=status.pid, placement=status.plan.placement, look=look)
 
     def _count_faults(self, model: str, pid: int | None, faults: int) -> None:
         """The counter goes on where a new engine begins at nothing again."""

@@ -152,6 +152,7 @@ def _document(gateway: Gateway, status: ModelStatus) -> dict[str, Any]:
         "deaths": status.deaths,
         "degraded": status.plan and status.plan.degraded,
         "step_downs": [asdict(step) for step in status.plan.steps] if status.plan else [],
+        "slow": {} if gateway.observers is None else dict(gateway.observers.slowdowns.reasons(model.id)),
         "failure": failure
         and {
             "cause": failure.cause and failure.cause.value,

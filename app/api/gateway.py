@@ -12,11 +12,11 @@ from starlette.requests import Request
 
 from app.api.front_door import DoorRules
 from app.auth import ApiKey, Authenticator
-from app.captures import CaptureFolder
 from app.config import ModelCatalog, Settings
 from app.errors import ConfigError
 from app.events import EventKind, EventLog
 from app.metrics import Metrics
+from app.observers import Observers
 from app.proxy import Proxy
 from app.scheduler import Scheduler
 from app.supervisor import Changes, Supervisor
@@ -40,7 +40,7 @@ class Gateway:
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
     read_settings: ReadSettings | None = None
-    captures: CaptureFolder | None = None
+    observers: Observers | None = None
     door: DoorRules = field(init=False)
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 

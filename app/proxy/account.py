@@ -31,6 +31,7 @@ class Account:
         self._sent: float | None = None
         self._load_seconds = 0.0
         self.queue_seconds = 0.0
+        self.busy_slots = 1.0
         # What the client has got decides whether the request may be sent again, what the engine gave is measured.
         self.first_byte: float | None = None
         self.first_token: float | None = None
@@ -92,6 +93,7 @@ class Account:
             meter.generated_tokens,
             None if timings is None else timings.prompt_tokens_per_second,
             None if timings is None else timings.generation_tokens_per_second,
+            self.busy_slots,
         )
 
     def _count_tokens(self, meters: ModelMeters, record: RequestRecord) -> None:

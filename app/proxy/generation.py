@@ -149,6 +149,7 @@ class Generation:
         if prompt and self._reservation is not None:
             self._reservation.charge(tokens=prompt + meter.generated_tokens, gpu_seconds=seconds)
         if self._lease is not None:
+            self._account.busy_slots = self._lease.mean_busy()
             self._lease.used(prompt_tokens=prompt, answer_tokens=meter.generated_tokens)
         if meter.timings is not None:
             self._parts.scheduler.observe(

@@ -23,6 +23,9 @@ class Queue:
         self.capacity = 0
         self.rules = Rules()
         self.busy = 0
+        # Slots × seconds, up to the last change of ``busy``.
+        self._work = 0.0
+        self._work_at = 0.0
         self.waiting = 0
         self.held_tokens = 0
         self.long_prefills = 0
@@ -65,7 +68,7 @@ class Queue:
 
     def release(self, waiter: Waiter, *, is_prefilled: bool) -> None:
         """Give slots back and grant them to whose turn it is."""
-        self.busy -= waiter.slots
+        self._occupy(-waiter.slots)
         self.held_tokens -= waiter.demand.tokens
         if not is_prefilled:
             self.prefilled(waiter, serve=False)
@@ -109,6 +112,15 @@ class Queue:
         seconds = self.pace.seconds(Demand(prompt, answer))
         return self.pace.promise(seconds, parallel=parallel, now=asyncio.get_running_loop().time(), to=to)
 
+    def work(self, now: float) -> float:
+        """Slots × seconds for which they were busy, from some moment on to ``now``."""
+        return self._work + self.busy * (now - self._work_at)
+
+    def _occupy(self, slots: int) -> None:
+        now = asyncio.get_running_loop().time()
+        self._work, self._work_at = self.work(now), now
+        self.busy += slots
+
     def _fits(self, waiter: Waiter) -> bool:
         if self.busy + waiter.slots > self.capacity:
             return False
@@ -125,7 +137,7 @@ class Queue:
         return waiter.granted.done() or most is None or self.long_prefills < most or not self._is_long(waiter)
 
     def _take(self, waiter: Waiter) -> None:
-        self.busy += waiter.slots
+        self._occupy(waiter.slots)
         self.held_tokens += waiter.demand.tokens
         self.long_prefills += self._is_long(waiter)
 

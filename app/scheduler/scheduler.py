@@ -25,12 +25,22 @@ class Lease:
         self.is_prefilled = False
         self._queue = queue
         self._waiter = waiter
+        self._prefilled_at = self._work_before = 0.0
 
     def prefilled(self) -> None:
         """The prompt is read, the first token is there; idempotent."""
         if not self.is_prefilled:
             self.is_prefilled = True
+            self._prefilled_at = asyncio.get_running_loop().time()
+            self._work_before = self._queue.work(self._prefilled_at)
             self._queue.prefilled(self._waiter)
+
+    def mean_busy(self) -> float:
+        """How many slots of the model worked on average since the first token."""
+        now = asyncio.get_running_loop().time()
+        if not self.is_prefilled or now <= self._prefilled_at:
+            return float(self.slots)
+        return (self._queue.work(now) - self._work_before) / (now - self._prefilled_at)
 
     def used(self, *, prompt_tokens: int, answer_tokens: int) -> None:
         """What it came to; once, at the end: the key pays for this instead of for what was reserved."""
