@@ -116,22 +116,25 @@ async def open_gateway(
         gateway = Gateway(settings, catalog, authenticator, supervisor, scheduler, metrics, events, proxy)
         gateway.read_settings = read_settings
         gateway.observers = observers
-        sampler = Sampler(
-            metrics,
-            supervisor=supervisor,
-            scheduler=scheduler,
-            quota=quota,
-            keys=lambda: gateway.authenticator,
-            slowdowns=observers.slowdowns,
-        )
         try:
             await quota.open()
-            async with _running(sampler, *observers.helpers()):
+            async with _running(_sampler(gateway, observers), *observers.helpers()):
                 supervisor.start()
                 yield gateway
         finally:
             await supervisor.close()
             await quota.close()
+
+
+def _sampler(gateway: Gateway, observers: Observers) -> Sampler:
+    return Sampler(
+        gateway.metrics,
+        supervisor=gateway.supervisor,
+        scheduler=gateway.scheduler,
+        quota=gateway.proxy.quota,
+        keys=lambda: gateway.authenticator,
+        slowdowns=observers.slowdowns,
+    )
 
 
 def _quota(settings: Settings) -> Quota:
