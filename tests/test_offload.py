@@ -361,7 +361,7 @@ def test_expected_speed_follows_the_bytes(dense32b: ModelFacts) -> None:
 
 
 def test_a_plan_is_made_in_a_tenth_of_a_second(a3b: ModelFacts, dense32b: ModelFacts) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     plan_offload(a3b, machine(7600), Wish(context=32768))
     plan_offload(dense32b, machine(7600, 3000), Wish(context=4096))
-    assert time.perf_counter() - begin < 0.5
+    assert time.process_time() - begin < 0.5

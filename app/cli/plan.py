@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
 
 import typer
 
@@ -17,7 +18,7 @@ from app.engine.command import Endpoint, build_argv
 from app.engine.environment import child_environment
 from app.engine.verify import PlanVerifier
 from app.errors import ConfigError, DoesNotFit, EngineUnusable
-from app.gguf import ModelFacts, read_header
+from app.gguf import ModelFacts, read_header, read_projector
 from app.hardware import Device, Machine, probe_machine
 from app.offload import OffloadPlan, Wish, alternatives, plan_offload
 
@@ -43,6 +44,7 @@ class PlanRequest:
     cpu_moe_layers: int | None = None
     verify: bool = False
     explain: bool = False
+    draft: str | None = None
 
     def wish(self) -> Wish:
         """What is asked of the planner."""
@@ -52,7 +54,18 @@ class PlanRequest:
             kv_cache=self.kv_cache,
             gpu_layers=self.gpu_layers,
             cpu_moe_layers=self.cpu_moe_layers,
+            draft_head=self.draft == "head",
         )
+
+    def beside(self) -> _Beside:
+        """The headers of the files that go with the model; raises ModelFileError."""
+        draft = None if self.draft in {None, "head"} else read_header(Path(str(self.draft)))
+        return _Beside(mmproj=read_projector(self.mmproj) if self.mmproj is not None else None, draft=draft)
+
+
+class _Beside(TypedDict):
+    mmproj: ModelFacts | None
+    draft: ModelFacts | None
 
 
 def print_plan(request: PlanRequest, *, as_json: bool) -> None:
@@ -60,13 +73,13 @@ def print_plan(request: PlanRequest, *, as_json: bool) -> None:
     if request.kv_cache not in _KV_CACHES:
         raise ConfigError(f"--kv-cache {request.kv_cache} is unknown; use one of {', '.join(_KV_CACHES)}.")
     facts = read_header(request.file)
-    projector = read_header(request.mmproj) if request.mmproj is not None else None
+    beside = request.beside()
     engine = _engine(request)
     machine = _machine(request, engine)
     try:
-        plan = _plan(request, facts, machine, engine, projector)
+        plan = _plan(request, facts, machine, engine, beside)
     except DoesNotFit:
-        _print(offers(alternatives(facts, machine, request.wish(), mmproj=projector)), err=True)
+        _print(offers(alternatives(facts, machine, request.wish(), **beside)), err=True)
         raise
     argv = _argv(plan, engine) if engine is not None else ()
     if as_json:
@@ -82,14 +95,14 @@ def _plan(
     facts: ModelFacts,
     machine: Machine,
     engine: EngineBinary | None,
-    projector: ModelFacts | None,
+    beside: _Beside,
 ) -> OffloadPlan:
     if not request.verify:
-        return plan_offload(facts, machine, request.wish(), mmproj=projector)
+        return plan_offload(facts, machine, request.wish(), **beside)
     if engine is None:
         raise EngineUnusable("--verify needs an engine to ask and there is none; install one, or leave --verify away.")
     verifier = PlanVerifier(engine, environment=child_environment(os.environ))
-    return verifier.plan(facts, machine, request.wish(), mmproj=projector)
+    return verifier.plan(facts, machine, request.wish(), **beside)
 
 
 def _short(plan: OffloadPlan) -> Iterable[str]:

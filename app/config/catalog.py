@@ -48,6 +48,8 @@ class ModelConfig:
     require_gpu: bool
     extra_args: tuple[str, ...]
     mmproj: Path | None = None
+    draft: Path | None = None
+    draft_head: bool = False
     kind: ModelKind = "auto"
     allow_smaller_context: bool = False
     idle_unload_seconds: float | None = None
@@ -101,6 +103,8 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
         id=name,
         path=entry.path,
         mmproj=entry.mmproj,
+        draft=entry.draft if isinstance(entry.draft, Path) else None,
+        draft_head=entry.draft == "head",
         aliases=entry.aliases,
         context=entry.context,
         default_context=defaults.context,

@@ -16,7 +16,7 @@ from app.config.remote import remote_problems
 from app.config.settings import ModelEntry, Settings
 from app.errors import ConfigError
 
-_MODEL_FILES = ("path", "mmproj", "tokenizer")
+_MODEL_FILES = ("path", "mmproj", "draft", "tokenizer")
 _TLS_FILES = ("tls_certificate", "tls_key")
 
 CheckFlags = Callable[[Sequence[str]], object]
@@ -84,8 +84,8 @@ def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) 
     }
 
     def located(entry: ModelEntry) -> ModelEntry:
-        given = {key: path for key in _MODEL_FILES if (path := getattr(entry, key)) is not None}
-        return entry.model_copy(update={key: absolute(path) for key, path in given.items()})
+        files = {key: getattr(entry, key) for key in _MODEL_FILES}
+        return entry.model_copy(update={key: absolute(path) for key, path in files.items() if isinstance(path, Path)})
 
     models = {name: located(entry) for name, entry in settings.models.items()}
     binary = settings.engine.binary
@@ -122,9 +122,8 @@ def _refuse_contradictions(settings: Settings, document: Document, check_flags: 
 
 def _missing_files(settings: Settings, document: Document) -> Iterator[str]:
     for name, entry in settings.models.items():
-        for key in _MODEL_FILES:
-            path = getattr(entry, key)
-            if path is not None and not _is_file(path):
+        for key, path in ((key, getattr(entry, key)) for key in _MODEL_FILES):
+            if isinstance(path, Path) and not _is_file(path):
                 place = document.place(("models", name, key))
                 yield f"{place}: there is no file {path}; correct the path or fetch the model first."
 

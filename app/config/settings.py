@@ -190,6 +190,7 @@ class ModelEntry(_Section):
     remote_model: str | None = Field(default=None, min_length=1)
     tokenizer: Path | None = None
     mmproj: Path | None = None
+    draft: Literal["head"] | Path | None = None
     aliases: tuple[str, ...] = ()
     context: Tokens | None = None
     parallel: Integer | None = Field(default=None, ge=1, le=64)

@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.engine.binary import EngineBinary
@@ -40,6 +40,7 @@ _DEVICE_ROW = re.compile(
 )
 _HOST_ROW = re.compile(r"\| +- (\S+) +\| +\d+ = +(\d+) \+ +(\d+) \+ +(\d+) +\|")
 _TABLE = "common_memory_breakdown_print: |"
+_EXTRA = "getting device memory data for the extra model"
 _PROJECTOR = re.compile(r"estimated worst-case memory usage of mmproj is ([\d.]+) MiB")
 _EXCUSE = re.compile(r"common_fit_params: ((?:encountered an error|failed to fit) .*)")
 # After these it has said what it will say, or begins to read weights.
@@ -77,7 +78,7 @@ def ask_accounting(
     with _private_endpoint() as endpoint:
         argv = build_argv(plan, engine, alias="probe", endpoint=endpoint, key_file=None, extra_args=extra_args)
         name = f"llama-server {engine.version}" if engine.kind == "native" else engine.version
-        listener = AccountingReport(name)
+        listener = AccountingReport(name, draft=plan.draft is not None, draft_head=plan.placement.draft_head)
         try:
             exit = _listen(_asking(argv, engine), environment, listener.feed, timeout_seconds)
         except OSError as error:
@@ -90,25 +91,28 @@ def ask_accounting(
 class AccountingReport:
     """Reads the log of one probe line by line; ``feed`` is True once nothing more is to be expected."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, *, draft: bool = False, draft_head: bool = False) -> None:
         self._by = version
-        self._devices: dict[str, AccountedMemory] = {}
-        self._host: dict[str, AccountedMemory] = {}
+        self._model, self._extra = _Table(), _Table()
+        self._is_extra = False
+        self._draft = draft
+        self._draft_head = draft_head
         self._mmproj_bytes: int | None = None
         self._excuse = ""
 
     def accounting(self) -> Accounting | None:
         """What was said so far; None before the engine has said anything."""
-        if not self._devices and not self._host:
+        if self._model.is_empty:
             return None
-        ram = self._host.values()
-        host = AccountedMemory(
-            "host",
-            weights_bytes=sum(row.weights_bytes for row in ram),
-            context_bytes=sum(row.context_bytes for row in ram),
-            compute_bytes=sum(row.compute_bytes for row in ram),
-        )
-        return Accounting(self._by, tuple(self._devices.values()), host, self._mmproj_bytes)
+        devices, host = self._model.rows()
+        if self._draft_head:
+            # Its weights are in the model's row, and once more in its own.
+            extra, extra_host = self._extra.rows()
+            by_name = {row.name: row for row in extra}
+            devices = tuple(_with_context(row, by_name.get(row.name)) for row in devices)
+            host = _with_context(host, extra_host)
+        draft = None if self._extra.is_empty or not self._draft else Accounting(self._by, *self._extra.rows())
+        return Accounting(self._by, devices, host, self._mmproj_bytes, draft=draft)
 
     def excuse(self) -> str:
         """Why there is no accounting, in a sentence."""
@@ -119,20 +123,59 @@ class AccountingReport:
         """Take note of a line, whether JSON or plain."""
         event = _event(line)
         if event is not None and event.get("type") == "fit_memory_breakdown":
-            self._take_rows(event)
-            return True
+            self._table.take(event)
+            self._table.is_complete = True
+            return self._is_all
         text = str(event.get("msg", "")) if event is not None else line
         if (found := _PROJECTOR.search(text)) is not None:
             self._mmproj_bytes = round(float(found[1]) * _MIB)
         if (found := _EXCUSE.search(text)) is not None:
             self._excuse = found[1].strip()[:300]
         if _TABLE in text:
-            self._take_table_row(text)
+            self._table.take_line(text)
             return False
-        # There is a table for every trial of the engine; the first one is that of our flags.
-        return bool(self._host) or any(late in text for late in _TOO_LATE)
+        self._table.is_complete = not self._table.is_empty
+        self._is_extra = self._is_extra or _EXTRA in text
+        return self._is_all or any(late in text for late in _TOO_LATE)
 
-    def _take_rows(self, event: Mapping[str, object]) -> None:
+    @property
+    def _table(self) -> _Table:
+        return self._extra if self._is_extra else self._model
+
+    @property
+    def _is_all(self) -> bool:
+        """There is a table for every trial; the first one is that of our flags, with one for their draft."""
+        wanted = self._extra if self._draft or self._draft_head else self._model
+        return wanted.is_complete
+
+
+class _Table:
+    """The rows of one accounting; further ones, of other trials, are not taken once it is complete."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, AccountedMemory] = {}
+        self._host: dict[str, AccountedMemory] = {}
+        self.is_complete = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._devices and not self._host
+
+    def rows(self) -> tuple[tuple[AccountedMemory, ...], AccountedMemory]:
+        """The devices, and RAM as the sum of its kinds."""
+        ram = self._host.values()
+        host = AccountedMemory(
+            "host",
+            weights_bytes=sum(row.weights_bytes for row in ram),
+            context_bytes=sum(row.context_bytes for row in ram),
+            compute_bytes=sum(row.compute_bytes for row in ram),
+        )
+        return tuple(self._devices.values()), host
+
+    def take(self, event: Mapping[str, object]) -> None:
+        """The rows of an event."""
+        if self.is_complete:
+            return
         data = event.get("data")
         rows = data.get("rows") if isinstance(data, dict) else None
         for row in rows if isinstance(rows, list) else []:
@@ -141,11 +184,24 @@ class AccountingReport:
                 kept = self._devices if row["kind"] == "device" else self._host
                 kept[row["name"]] = AccountedMemory(row["name"], *sizes)
 
-    def _take_table_row(self, text: str) -> None:
+    def take_line(self, text: str) -> None:
+        """A row of the table in the log."""
+        if self.is_complete:
+            return
         for pattern, kept in ((_DEVICE_ROW, self._devices), (_HOST_ROW, self._host)):
             if (found := pattern.search(text)) is not None:
                 kept[found[1]] = AccountedMemory(found[1], *(int(found[part]) * _MIB for part in (2, 3, 4)))
                 return
+
+
+def _with_context(row: AccountedMemory, extra: AccountedMemory | None) -> AccountedMemory:
+    if extra is None:
+        return row
+    return replace(
+        row,
+        context_bytes=row.context_bytes + extra.context_bytes,
+        compute_bytes=row.compute_bytes + extra.compute_bytes,
+    )
 
 
 def _event(line: str) -> dict[str, object] | None:

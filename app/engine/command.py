@@ -9,7 +9,7 @@ from app.engine.binary import EngineBinary
 from app.engine.endpoint import Endpoint
 from app.engine.environment import child_environment
 from app.engine.flags import CommandLine, check_extra_args, extra_flags
-from app.errors import ConfigError
+from app.errors import ConfigError, EngineUnusable
 from app.offload import OffloadPlan
 
 __all__ = ["Endpoint", "build_argv", "child_environment"]
@@ -44,6 +44,7 @@ def build_argv(
     _add_placement(line, plan)
     _add_context(line, plan)
     _add_mmproj(line, plan)
+    _add_draft(line, plan)
     _add_kind(line, plan)
     return (*engine.command, *line.arguments, *_extra(engine, extra_args))
 
@@ -81,7 +82,7 @@ def _add_placement(line: CommandLine, plan: OffloadPlan) -> None:
 
 def _devices(plan: OffloadPlan) -> str:
     placement = plan.placement
-    in_use = placement.gpu_layers > 0 or placement.mmproj_on not in {None, "host"}
+    in_use = placement.gpu_layers > 0 or not {placement.mmproj_on, placement.draft_on} <= {None, "host"}
     names = ",".join(device.name for device in plan.machine.devices)
     return names if in_use and names else "none"
 
@@ -111,6 +112,28 @@ def _add_mmproj(line: CommandLine, plan: OffloadPlan) -> None:
         line.add("no_mmproj_offload")
     elif where is not None and len(plan.machine.devices) > 1:
         line.add("mmproj_device", where)
+
+
+def _add_draft(line: CommandLine, plan: OffloadPlan) -> None:
+    placement = plan.placement
+    if not placement.draft_tokens:
+        return
+    wanted = "draft_type" if placement.draft_head else "draft_model"
+    if line.spelling(wanted) is None:
+        raise EngineUnusable(
+            "This engine cannot guess ahead with a draft: take `draft` away from the model, or set engine.binary to a "
+            "llama-server of June 2026 or later."
+        )
+    line.add("draft_tokens", placement.draft_tokens)
+    # Without a type new engines do not guess at all, and old ones know only draft models.
+    line.add("draft_type", "draft-mtp" if placement.draft_head else "draft-simple")
+    if plan.draft is None:
+        return
+    on_device = placement.draft_on not in {None, "host"}
+    line.add("draft_model", str(plan.draft.path))
+    line.add("draft_gpu_layers", plan.draft.layers + 1 if on_device else 0)
+    line.add("draft_device", (placement.draft_on or "none") if on_device else "none")
+    line.add("draft_context", placement.context_per_request * placement.parallel)
 
 
 def _add_kind(line: CommandLine, plan: OffloadPlan) -> None:

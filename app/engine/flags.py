@@ -49,6 +49,14 @@ FLAGS: dict[str, Flag] = {
     "mmproj": Flag(("--mmproj", "-mm"), required=True),
     "no_mmproj_offload": Flag(("--no-mmproj-offload",), required=True),
     "mmproj_device": Flag(("--mmproj-device", "-mmdev")),
+    # Those of the draft were renamed in May 2026; until then its context was the model's largest unless told otherwise.
+    "draft_model": Flag(("--spec-draft-model", "--model-draft", "-md"), required=True),
+    "draft_tokens": Flag(("--spec-draft-n-max", "--draft-max", "--draft")),
+    "draft_gpu_layers": Flag(("--spec-draft-ngl", "--gpu-layers-draft", "-ngld"), required=True),
+    "draft_device": Flag(("--spec-draft-device", "--device-draft", "-devd")),
+    "draft_context": Flag(("--ctx-size-draft", "-cd")),
+    "draft_type": Flag(("--spec-type",)),
+    "moe_cache": Flag(("--moe-cache-mib",)),
     "embedding": Flag(("--embedding", "--embeddings"), required=True),
     "pooling": Flag(("--pooling",), required=True),
     "reranking": Flag(("--reranking", "--rerank"), required=True),
@@ -149,6 +157,7 @@ _CONFIGURED_BY: dict[str, str] = {
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers"), "offload: {gpu_layers: N}"),
     **dict.fromkeys(("-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe"), "offload: {cpu_moe_layers: N}"),
     **dict.fromkeys(("-mm", "--mmproj"), "mmproj"),
+    **dict.fromkeys(("-md", "--model-draft", "--spec-draft-model"), "draft"),
     **dict.fromkeys(("--embedding", "--embeddings"), "kind: embedding"),
     **dict.fromkeys(("--rerank", "--reranking"), "kind: rerank"),
 }

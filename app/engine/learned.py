@@ -26,6 +26,7 @@ _FORMAT = 1
 _MOST_ENTRIES = 256
 _MOST_FILE_BYTES = 1 << 20
 _HASH_LENGTH = 16
+_MAY_BE_NULL = frozenset({"mmproj_bytes", "draft_bytes"})
 
 
 class LearnedCorrections:
@@ -79,12 +80,19 @@ class LearnedCorrections:
 
 
 def learned_key(
-    facts: ModelFacts, engine: EngineBinary, machine: Machine, wish: Wish, *, mmproj: ModelFacts | None = None
+    facts: ModelFacts,
+    engine: EngineBinary,
+    machine: Machine,
+    wish: Wish,
+    *,
+    mmproj: ModelFacts | None = None,
+    draft: ModelFacts | None = None,
 ) -> str:
     """Under what a correction holds: these tensors, this build, these devices, and what was asked for."""
     devices = "+".join(f"{device.name} {device.description}" for device in machine.devices) or "no device"
     asked = [f"{name}={value}" for name, value in asdict(wish).items() if not name.endswith("_reserve_bytes")]
     asked += [f"mmproj={content_hash(mmproj)}"] if mmproj is not None else []
+    asked += [f"draft={content_hash(draft)}"] if draft is not None else []
     return " | ".join((content_hash(facts), f"{engine.kind} {engine.version}", devices, " ".join(asked)))
 
 
@@ -104,5 +112,5 @@ def _correction(entry: Mapping[str, Any]) -> Correction:
     known = {field.name: entry[field.name] for field in fields(Correction) if field.name in entry}
     # JSON as Python reads it may hold NaN, which compares with nothing.
     sane = all(value is None or (isinstance(value, int | float) and isfinite(value)) for value in known.values())
-    sane = sane and all(value is not None for name, value in known.items() if name != "mmproj_bytes")
+    sane = sane and all(value is not None for name, value in known.items() if name not in _MAY_BE_NULL)
     return Correction(**known).bounded() if sane else Correction()

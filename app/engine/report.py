@@ -132,11 +132,13 @@ class MemoryReport:
             self._context += 1
         elif _FIT_ENDED in line:
             self._sizes.clear()
+            self._layers = (None, None)
         elif found := _PROJECTOR_DEVICE.search(line):
             self._projector_device = found[1]
         elif found := _PROJECTOR_WEIGHTS.search(line):
             self._add(_OF_PROJECTOR_WEIGHTS, self._projector_device, BufferKind.MMPROJ, found[1])
-        elif found := _LAYERS.search(line):
+        elif self._layers[1] is None and (found := _LAYERS.search(line)):
+            # A draft model says the same of itself afterwards.
             self._layers = (int(found[1]), int(found[2]))
         elif found := _SLOTS.search(line):
             self._slots = (int(found[1]), int(found[2]))

@@ -52,6 +52,7 @@ class PlanVerifier:
         wish: Wish,
         *,
         mmproj: ModelFacts | None = None,
+        draft: ModelFacts | None = None,
         extra_args: Sequence[str] = (),
     ) -> OffloadPlan:
         """A plan that this engine has confirmed, or one with a finding on why it has not; blocks for about 0.3 s.
@@ -60,13 +61,15 @@ class PlanVerifier:
         """
 
         def make(correction: Correction) -> OffloadPlan:
-            return plan_offload(facts, machine, wish, mmproj=mmproj, correction=correction, families=self._families)
+            return plan_offload(
+                facts, machine, wish, mmproj=mmproj, draft=draft, correction=correction, families=self._families
+            )
 
         def ask(plan: OffloadPlan) -> Accounting | str:
             probe = ask_accounting(plan, self._engine, environment=self._environment, extra_args=extra_args)
             return probe.accounting or probe.finding or "The engine said nothing of its memory."
 
-        key = learned_key(facts, self._engine, machine, wish, mmproj=mmproj)
+        key = learned_key(facts, self._engine, machine, wish, mmproj=mmproj, draft=draft)
         known = self._learned.find(key) if self._learned is not None else Correction()
         plan = Confirmation(make, ask, self._families).plan(known)
         if plan.verified is not None:
@@ -79,7 +82,9 @@ class PlanVerifier:
 
     def confirm(self, plan: OffloadPlan, *, extra_args: Sequence[str] = ()) -> OffloadPlan:
         """``plan`` with the engine's word on it, or another one for the same wish; see ``plan``."""
-        return self.plan(plan.model, plan.machine, plan.wish, mmproj=plan.mmproj, extra_args=extra_args)
+        return self.plan(
+            plan.model, plan.machine, plan.wish, mmproj=plan.mmproj, draft=plan.draft, extra_args=extra_args
+        )
 
     def step_down(self, plan: OffloadPlan, shortage: Shortage, *, extra_args: Sequence[str] = ()) -> OffloadPlan | None:
         """The next smaller plan, if there is one, with the engine's word on it where it had one on ``plan``."""
@@ -90,8 +95,11 @@ class PlanVerifier:
         return with_word(smaller, probe.accounting or probe.finding or "The engine said nothing of its memory.")
 
     def learn(self, plan: OffloadPlan, measured: MeasuredMemory) -> None:
-        """Note what a loaded engine holds against what was planned, for engines that could not be asked before."""
-        if plan.verified is not None or not measured.buffers:
+        """Note what a loaded engine holds against what was planned, for engines that could not be asked before.
+
+        Not with a draft: a loaded engine does not say which buffers are whose.
+        """
+        if plan.verified is not None or plan.placement.draft_tokens or not measured.buffers:
             return
         names = [device.name for device in plan.machine.devices]
         model = MemoryModel(plan.model, families=self._families)

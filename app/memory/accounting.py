@@ -25,7 +25,7 @@ class Accounting:
     """The engine's own word on one command line; ``by`` names it, ``mmproj_bytes`` is None where it does not say.
 
     ``exact_host`` is False when the figures for RAM are no sum of tensors: a mapped file counts from its first tensor
-    there to its last.
+    there to its last. ``draft`` is what it says of a draft model beside this one.
     """
 
     by: str
@@ -33,6 +33,7 @@ class Accounting:
     host: AccountedMemory
     mmproj_bytes: int | None = None
     exact_host: bool = True
+    draft: Accounting | None = None
 
     def device(self, name: str) -> AccountedMemory:
         """What is on a device; nothing for one that the engine does not use."""

@@ -19,7 +19,8 @@ _MOST_COMPUTE_BYTES = 1 << 40
 class Correction:
     """Tensors and caches on devices are scaled, since they grow with the layers; the rest is shifted.
 
-    ``mmproj_bytes`` is what the engine itself says of the projector, None where it has not said.
+    ``mmproj_bytes`` and ``draft_bytes`` are what the engine itself says of the projector and of the draft model where
+    that is, None where it has not said.
     """
 
     weights: float = 1.0
@@ -29,6 +30,7 @@ class Correction:
     host_context: float = 1.0
     host_compute_bytes: int = 0
     mmproj_bytes: int | None = None
+    draft_bytes: int | None = None
 
     @property
     def is_none(self) -> bool:
@@ -43,7 +45,6 @@ class Correction:
 
     def bounded(self) -> Correction:
         """This correction within the limits of what one may be: for one that comes out of a file."""
-        mmproj = self.mmproj_bytes
         return Correction(
             weights=_within(self.weights),
             context=_within(self.context),
@@ -51,7 +52,8 @@ class Correction:
             host_weights_bytes=_clamped(self.host_weights_bytes),
             host_context=_within(self.host_context),
             host_compute_bytes=_clamped(self.host_compute_bytes),
-            mmproj_bytes=None if mmproj is None else max(0, _clamped(mmproj)),
+            mmproj_bytes=_size(self.mmproj_bytes),
+            draft_bytes=_size(self.draft_bytes),
         )
 
     def describe(self) -> str:
@@ -74,12 +76,16 @@ class Correction:
             )
             if size
         ]
-        words += [f"projector {self.mmproj_bytes / _MIB:,.0f} MiB"] if self.mmproj_bytes is not None else []
+        words += [
+            f"{what} {size / _MIB:,.0f} MiB"
+            for what, size in (("projector", self.mmproj_bytes), ("draft model", self.draft_bytes))
+            if size is not None
+        ]
         return ", ".join(words)
 
     def _device(self, ledger: DeviceLedger) -> DeviceLedger:
         # A device that holds nothing has no buffers either.
-        is_used = ledger.total_bytes > ledger.mmproj_bytes
+        is_used = ledger.total_bytes > ledger.mmproj_bytes + ledger.draft_bytes
         return replace(
             ledger,
             weights_bytes=round(ledger.weights_bytes * self.weights),
@@ -122,7 +128,14 @@ def correction_of(ledger: MemoryLedger, accounting: Accounting, *, noise_bytes: 
         context=context,
         compute_bytes=_shift([difference + weights_rest + context_rest for difference in compute], noise_bytes),
         mmproj_bytes=accounting.mmproj_bytes,
+        draft_bytes=None if accounting.draft is None else _placed(accounting.draft),
     )
+
+
+def _placed(draft: Accounting) -> int:
+    """What a draft model takes where it was put: on its device, else in RAM."""
+    on_devices = sum(row.total_bytes for row in draft.devices)
+    return on_devices or draft.host.total_bytes
 
 
 def _host_correction(host: HostLedger, row: AccountedMemory, noise_bytes: int) -> Correction:
@@ -152,6 +165,10 @@ def _shift(differences: Sequence[int], noise_bytes: int) -> int:
     if abs(largest) <= noise_bytes:
         return 0
     return _clamped(largest)
+
+
+def _size(size_bytes: int | None) -> int | None:
+    return None if size_bytes is None else max(0, _clamped(size_bytes))
 
 
 def _clamped(size_bytes: float) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from app.gguf import ModelFacts
 from app.memory.compute import GraphTerms, device_compute_bytes, host_compute_bytes
 from app.memory.correction import Correction
-from app.memory.families import REGISTRY, Family, LayerCache, family_of
+from app.memory.draft_head import head_compute_bytes, head_host_bytes
+from app.memory.families import REGISTRY, Family, LayerCache, attention_cache, family_of
 from app.memory.layout import HOST, layer_owners
 from app.memory.ledger import DeviceLedger, HostLedger, MemoryLedger
-from app.memory.placement import Placement, padded
+from app.memory.placement import KVType, Placement, padded
 from app.memory.projector import projector_bytes
 from app.memory.shape import read_shape
 from app.memory.weights import read_weights
@@ -31,6 +33,7 @@ def estimate(
 class MemoryModel:
     """The formulas of one model, ready for many placements. Raises ModelFileError when the header cannot be right.
 
+    ``draft`` is the model that guesses ahead for this one, ``draft_head`` says that blocks of its own do.
     ``correction`` is what the engine was found to count differently; ``families`` replaces formulas in tests.
     """
 
@@ -39,6 +42,8 @@ class MemoryModel:
         facts: ModelFacts,
         *,
         mmproj: ModelFacts | None = None,
+        draft: ModelFacts | None = None,
+        draft_head: bool = False,
         correction: Correction | None = None,
         families: Mapping[str, Family] = REGISTRY,
     ) -> None:
@@ -49,9 +54,13 @@ class MemoryModel:
                 "attention.head_count", "is 0 or missing, but this architecture has attention in its layers"
             )
         self.correction = correction or Correction()
-        self.weights = read_weights(self.shape, causal=self.family.causal)
+        self.weights = read_weights(self.shape, causal=self.family.causal, draft_head=draft_head)
         self.caches = self.family.layer_caches(self.shape)
         self.mmproj_bytes = self._projector_bytes(mmproj)
+        self.draft = MemoryModel(draft) if draft is not None else None
+        # Its blocks' caches, which are those of plain attention.
+        head = range(self.shape.layers, self.shape.blocks if draft_head else 0)
+        self.head_caches = {layer: attention_cache(self.shape, layer) for layer in head}
 
     @property
     def known(self) -> bool:
@@ -89,7 +98,8 @@ class MemoryModel:
             return round(scale * (self.weights.output_bytes + self.weights.tied_bytes))
         block = self.weights.blocks[layer]
         experts = 0 if layer < placement.cpu_moe_layers else block.experts_bytes
-        cache = self.correction.context * self._layer_cache_bytes(placement, layer)
+        own = self._layer_cache_bytes(placement, layer) + self._head_cache_bytes(placement, [layer])
+        cache = self.correction.context * own
         return round(scale * (block.dense_bytes + experts) + cache)
 
     def kv_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
@@ -104,14 +114,18 @@ class MemoryModel:
         return total * placement.parallel
 
     def state_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
-        """Recurrent state of these layers, one row per slot (llama.cpp src/llama-memory-recurrent.cpp)."""
-        return _F32 * sum(cache.state for cache in self._caches_of(layers)) * placement.parallel
+        """Recurrent state of these layers (llama.cpp src/llama-memory-recurrent.cpp).
+
+        One row per slot, and one more for every token that a draft head guesses: a wrong one is rolled back.
+        """
+        rows = placement.parallel * (1 + placement.draft_tokens * placement.draft_head)
+        return _F32 * sum(cache.state for cache in self._caches_of(layers)) * rows
 
     def checkpoint_bytes(self, placement: Placement) -> int:
         """One context checkpoint of one slot: its recurrent state and its windowed K and V; 0 for plain attention."""
         windowed = [layer for layer, cache in enumerate(self.caches) if cache.window]
-        everything = range(len(self.caches))
-        return (self.kv_bytes(placement, windowed) + self.state_bytes(placement, everything)) // placement.parallel
+        states = _F32 * sum(cache.state for cache in self.caches)
+        return self.kv_bytes(placement, windowed) // placement.parallel + states
 
     def _projector_bytes(self, mmproj: ModelFacts | None) -> int:
         if mmproj is None:
@@ -121,8 +135,9 @@ class MemoryModel:
 
     def _device(self, placement: Placement, owners: Sequence[int], *, index: int, name: str) -> DeviceLedger:
         mmproj = self.mmproj_bytes if placement.mmproj_on == name else 0
+        draft = self._draft_bytes(placement) if placement.draft_on == name else 0
         if index not in owners:
-            return DeviceLedger(name=name, mmproj_bytes=mmproj)
+            return DeviceLedger(name=name, mmproj_bytes=mmproj, draft_bytes=draft)
         blocks = [layer for layer in range(self.shape.blocks) if owners[layer] == index]
         output = self.weights.output_bytes + self.weights.tied_bytes if owners[-1] == index else 0
         # The first device computes what whole layers in RAM leave to devices.
@@ -132,12 +147,58 @@ class MemoryModel:
             name=name,
             weights_bytes=output + sum(self.weights.blocks[layer].dense_bytes for layer in blocks),
             experts_bytes=self._experts(layer for layer in blocks if layer >= placement.cpu_moe_layers),
-            kv_cache_bytes=self.kv_bytes(placement, blocks),
+            kv_cache_bytes=self.kv_bytes(placement, blocks) + self._head_cache_bytes(placement, blocks),
             state_bytes=self.state_bytes(placement, blocks),
             compute_bytes=device_compute_bytes(self.shape, self.family, placement, terms, is_first=owners[0] == index)
+            + self._head_compute_bytes(placement, blocks)
             + self._unpacked_cache_bytes(placement, blocks, name),
             mmproj_bytes=mmproj,
+            draft_bytes=draft,
         )
+
+    def _head_cache_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
+        """K and V of the draft head's blocks among these: in f16, whatever the model's own are in."""
+        own = [self.head_caches[layer] for layer in layers if layer in self.head_caches]
+        elements = sum((cache.key + cache.value) * cells_of(cache, placement) for cache in own)
+        return _F16 * elements * placement.parallel
+
+    def _head_compute_bytes(self, placement: Placement, layers: Sequence[int]) -> int:
+        head = [layer for layer in layers if layer in self.head_caches]
+        if not head:
+            return 0
+        in_ram = [self.weights.blocks[layer].largest_expert_bytes for layer in head if layer < placement.cpu_moe_layers]
+        buffers = head_compute_bytes(self.shape, placement, expert_copy_bytes=max(in_ram, default=0))
+        if placement.parallel == 1:
+            return buffers
+        # Of several slots the states after each guess are alive at once, of one layer at a time.
+        state = max((cache.state for cache in self.caches), default=0)
+        return buffers + _F32 * state * placement.parallel * placement.draft_tokens
+
+    def _draft_bytes(self, placement: Placement) -> int:
+        """Everything that a draft model takes on its device."""
+        if self.draft is None:
+            return 0
+        stated = self.correction.draft_bytes
+        return self._draft_ledger(self.draft, placement).devices[0].total_bytes if stated is None else stated
+
+    def _draft_ledger(self, draft: MemoryModel, placement: Placement) -> MemoryLedger:
+        """The draft model's own: as many slots and cells, all of it on one device or none of it."""
+        on_device = placement.draft_on not in {None, "host"}
+        own = replace(
+            placement,
+            gpu_layers=draft.all_layers if on_device else 0,
+            cpu_moe_layers=0,
+            tensor_split=(),
+            kv_cache_k=KVType.F16,
+            kv_cache_v=KVType.F16,
+            cache_ram_mib=0,
+            context_checkpoints=0,
+            mmproj_on=None,
+            draft_on=None,
+            draft_head=False,
+            draft_tokens=0,
+        )
+        return draft.ledger(own, device_names=[placement.draft_on or ""] if on_device else [])
 
     def _unpacked_cache_bytes(self, placement: Placement, layers: Iterable[int], device: str) -> int:
         """The f16 copy that CUDA's flash attention makes of one layer's quantised K and V."""
@@ -159,17 +220,33 @@ class MemoryModel:
         output += self.weights.repacked_bytes if terms.alone else 0
         mmproj = self.mmproj_bytes if placement.mmproj_on == "host" else 0
         in_ram = self._expert_layers_in_ram(placement, owners)
-        return HostLedger(
+        own = HostLedger(
             weights_bytes=self.weights.input_bytes
             + output
             + mmproj
             + sum(self.weights.blocks[layer].dense_bytes for layer in blocks),
             experts_bytes=self._experts(in_ram),
-            kv_cache_bytes=self.kv_bytes(placement, blocks),
+            kv_cache_bytes=self.kv_bytes(placement, blocks) + self._head_cache_bytes(placement, blocks),
             state_bytes=self.state_bytes(placement, blocks),
-            compute_bytes=host_compute_bytes(self.shape, self.family, placement, terms),
+            compute_bytes=host_compute_bytes(self.shape, self.family, placement, terms)
+            + head_host_bytes(self.shape, placement) * bool(self.head_caches),
             prompt_cache_bytes=placement.cache_ram_mib * _MIB,
             checkpoints_bytes=self.checkpoint_bytes(placement) * placement.context_checkpoints * placement.parallel,
+        )
+        return own if self.draft is None or not placement.draft_on else self._with_draft(own, self.draft, placement)
+
+    def _with_draft(self, own: HostLedger, draft: MemoryModel, placement: Placement) -> HostLedger:
+        """RAM with the draft model's share of each part added; what the engine stated of it counts as weights."""
+        host = self._draft_ledger(draft, placement).host
+        stated = self.correction.draft_bytes if placement.draft_on == "host" else None
+        if stated is not None:
+            return replace(own, weights_bytes=own.weights_bytes + stated)
+        return replace(
+            own,
+            weights_bytes=own.weights_bytes + host.weights_bytes + host.experts_bytes,
+            kv_cache_bytes=own.kv_cache_bytes + host.kv_cache_bytes,
+            state_bytes=own.state_bytes + host.state_bytes,
+            compute_bytes=own.compute_bytes + host.compute_bytes,
         )
 
     def _terms(self, placement: Placement, owners: Sequence[int], computed: Collection[int]) -> GraphTerms:

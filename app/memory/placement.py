@@ -55,7 +55,8 @@ class Placement:
 
     ``gpu_layers`` counts the output layer (all = blocks + 1); ``tensor_split`` has one share per device, empty for one
     device; ``context_per_request`` is in tokens; ``mmproj_on`` is a device's name, ``host``, or None without projector;
-    ``embedding`` makes the engine reserve an output for every token of a batch.
+    ``embedding`` makes the engine reserve an output for every token of a batch. ``draft_tokens`` are guessed ahead (0:
+    none), by the model's own head with ``draft_head``, else by a draft model on the device ``draft_on`` or ``host``.
     """
 
     gpu_layers: int
@@ -74,6 +75,9 @@ class Placement:
     context_checkpoints: int
     mmproj_on: str | None
     embedding: bool = False
+    draft_on: str | None = None
+    draft_head: bool = False
+    draft_tokens: int = 0
 
     @property
     def cells(self) -> int:

@@ -48,9 +48,10 @@ class ModelWeights:
     repacked_bytes: int
 
 
-def read_weights(shape: ModelShape, *, causal: bool) -> ModelWeights:
-    """Sum the tensor table; blocks of a draft head (``blk`` beyond ``layers``) are not loaded and weigh nothing."""
-    parts: list[list[TensorInfo]] = [[] for _ in range(shape.layers)]
+def read_weights(shape: ModelShape, *, causal: bool, draft_head: bool = False) -> ModelWeights:
+    """Sum the tensor table; blocks of a draft head that is not used are not loaded and weigh nothing."""
+    loaded = shape.blocks if draft_head else shape.layers
+    parts: list[list[TensorInfo]] = [[] for _ in range(loaded)]
     input_bytes = output_bytes = 0
     embedding: TensorInfo | None = None
     has_output = False
@@ -58,7 +59,7 @@ def read_weights(shape: ModelShape, *, causal: bool) -> ModelWeights:
         block = _BLOCK.search(tensor.name)
         if block is not None:
             number = int(block[1])
-            if number < shape.layers:
+            if number < loaded:
                 parts[number].append(tensor)
             elif number >= shape.blocks:
                 output_bytes += tensor.size_bytes
@@ -72,7 +73,7 @@ def read_weights(shape: ModelShape, *, causal: bool) -> ModelWeights:
     # An encoder has no output matrix, not even a borrowed one.
     tied = embedding if causal and not has_output else None
     return ModelWeights(
-        blocks=tuple(_sum_block(part) for part in parts) + (BlockWeights(),) * (shape.blocks - shape.layers),
+        blocks=tuple(_sum_block(part) for part in parts) + (BlockWeights(),) * (shape.blocks - loaded),
         input_bytes=input_bytes,
         output_bytes=output_bytes,
         tied_bytes=tied.size_bytes if tied else 0,

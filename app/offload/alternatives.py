@@ -43,10 +43,15 @@ class Alternative:
 
 
 def alternatives(
-    facts: ModelFacts, machine: Machine, wish: Wish, *, mmproj: ModelFacts | None = None
+    facts: ModelFacts,
+    machine: Machine,
+    wish: Wish,
+    *,
+    mmproj: ModelFacts | None = None,
+    draft: ModelFacts | None = None,
 ) -> tuple[Alternative, ...]:
     """Each single change of a refused ``wish`` that fits; empty when none does. Pure; takes up to a few seconds."""
-    search = _Search(facts, machine, wish, mmproj)
+    search = _Search(facts, machine, wish, mmproj, draft)
     found: list[Alternative | None] = [search.context(), search.parallel()]
     found += [search.cache(kind) for kind in _COMPACT_CACHES]
     found += [search.layers(), search.automatic(), search.mixture(), search.ram()]
@@ -59,12 +64,15 @@ class _Search:
     machine: Machine
     wish: Wish
     mmproj: ModelFacts | None
+    draft: ModelFacts | None
 
     def fits(
         self, wish: Wish, *, facts: ModelFacts | None = None, machine: Machine | None = None
     ) -> OffloadPlan | None:
         try:
-            return plan_offload(facts or self.facts, machine or self.machine, wish, mmproj=self.mmproj)
+            return plan_offload(
+                facts or self.facts, machine or self.machine, wish, mmproj=self.mmproj, draft=self.draft
+            )
         except DoesNotFit:
             return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.errors import ContextAboveTrained, DoesNotFit
+from app.errors import ContextAboveTrained, DoesNotFit, ModelFileError
 from app.hardware import Machine
 from app.memory import KVType, MemoryModel, Placement
 from app.memory.placement import padded
@@ -11,6 +11,8 @@ from app.offload.wish import Wish
 _DEFAULT_CONTEXT = 8192
 DEVICE_UBATCH = 512
 """Tokens that a device computes at once; more cost memory and cut the number of copies from RAM."""
+DRAFT_TOKENS = 3
+"""Tokens that a draft guesses ahead, the engine's default: further ones are right too rarely."""
 _DEVICE_BATCH = 2048
 # 4 % slower prefill than 512 on two cores, and a cancelled request is let go four times sooner.
 _CPU_BATCH = 128
@@ -22,6 +24,7 @@ _FLASH_HEADS = frozenset({(size, size) for size in (40, 64, 72, 80, 96, 112, 128
 def base_placement(model: MemoryModel, machine: Machine, wish: Wish) -> Placement:
     """Nothing on a device yet, no caches yet. Raises ContextAboveTrained."""
     context = _context(model, wish)
+    _check_draft_head(model, wish)
     batch, ubatch = _batches(machine, wish, context)
     return Placement(
         gpu_layers=0,
@@ -40,6 +43,8 @@ def base_placement(model: MemoryModel, machine: Machine, wish: Wish) -> Placemen
         context_checkpoints=0,
         mmproj_on=None,
         embedding=wish.embedding,
+        draft_head=wish.draft_head,
+        draft_tokens=DRAFT_TOKENS if wish.draft_head or model.draft is not None else 0,
     )
 
 
@@ -60,6 +65,14 @@ def cache_types(model: MemoryModel, wish: Wish) -> tuple[KVType, ...]:
     if not divisible or not any(cache.key for cache in model.caches):
         return (KVType.F16,)
     return (KVType.F16, KVType.Q8_0, KVType.Q4_0)
+
+
+def _check_draft_head(model: MemoryModel, wish: Wish) -> None:
+    if wish.draft_head and not model.head_caches:
+        raise ModelFileError(
+            f"{model.shape.facts.name} has no draft head of its own: name a small model of the same vocabulary as its "
+            "draft, or take the setting away."
+        )
 
 
 def _context(model: MemoryModel, wish: Wish) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from app.errors import DoesNotFit
 from app.memory import (
+    AccountedMemory,
     Accounting,
     Correction,
     Family,
@@ -80,7 +81,14 @@ class Confirmation:
 
     def _recounted(self, plan: OffloadPlan, correction: Correction) -> OffloadPlan:
         """``plan`` with the ledger as the engine counts it, and the caches in RAM that this leaves room for."""
-        model = MemoryModel(plan.model, mmproj=plan.mmproj, correction=correction, families=self.families)
+        model = MemoryModel(
+            plan.model,
+            mmproj=plan.mmproj,
+            draft=plan.draft,
+            draft_head=plan.placement.draft_head,
+            correction=correction,
+            families=self.families,
+        )
         budget = plan.machine.ram_available_bytes - plan.wish.ram_reserve_bytes
         ledger = model.ledger(plan.placement, device_names=_names(plan))
         # What the engine rounds may be just over the budget here, although it is within by the engine's own figures.
@@ -95,8 +103,8 @@ class Confirmation:
         return replace(plan, verified=Verified(accounting, corrections), reasons=(*plan.reasons, *refused, reason))
 
     def _by_formulas(self, plan: OffloadPlan) -> MemoryLedger:
-        """Without the projector, which the engine counts apart."""
-        model = MemoryModel(plan.model, families=self.families)
+        """Without projector and draft model, which the engine counts apart."""
+        model = MemoryModel(plan.model, draft_head=plan.placement.draft_head, families=self.families)
         return model.uncorrected(plan.placement, device_names=_names(plan))
 
 
@@ -117,12 +125,15 @@ def _refused(formulas: MemoryLedger, accounting: Accounting) -> Iterator[Reason]
 def holds(plan: OffloadPlan, accounting: Accounting) -> bool:
     """Whether what the engine says of a plan stays within every budget."""
     mmproj = accounting.mmproj_bytes or 0
+    draft = accounting.draft or Accounting("", (), AccountedMemory("host"))
     for device in plan.machine.devices:
         projector = mmproj if plan.placement.mmproj_on == device.name else 0
         budget = max(0, device.free_bytes - plan.wish.vram_reserve_bytes)
-        if accounting.device(device.name).total_bytes + projector > budget:
+        beside = projector + draft.device(device.name).total_bytes
+        if accounting.device(device.name).total_bytes + beside > budget:
             return False
     needed = plan.memory.host.needed_bytes if not accounting.exact_host else accounting.host.total_bytes
+    needed += draft.host.total_bytes if accounting.exact_host else 0
     needed += mmproj if plan.placement.mmproj_on == "host" else 0
     return needed + PROCESS_BYTES <= plan.machine.ram_available_bytes - plan.wish.ram_reserve_bytes
 

@@ -43,6 +43,7 @@ class OffloadPlan:
     reasons: tuple[Reason, ...]
     wish: Wish
     mmproj: ModelFacts | None = None
+    draft: ModelFacts | None = None
     correction: Correction = field(default_factory=Correction)
     verified: Verified | None = None
     finding: str | None = None
@@ -97,6 +98,8 @@ class OffloadPlan:
     def _placement(self) -> dict[str, Any]:
         settings = asdict(self.placement)
         del settings["context_checkpoints"], settings["embedding"]
+        if not self.placement.draft_tokens:
+            del settings["draft_on"], settings["draft_head"], settings["draft_tokens"]
         return settings | {
             "tensor_split": list(self.placement.tensor_split),
             "kv_cache_k": self.placement.kv_cache_k.value,
@@ -123,7 +126,10 @@ class OffloadPlan:
     def _verified(self) -> dict[str, Any] | None:
         if self.verified is None:
             return None
-        return self.verified.document(self.memory, mmproj_on_host=self.placement.mmproj_on == "host")
+        placement = self.placement
+        return self.verified.document(
+            self.memory, mmproj_on_host=placement.mmproj_on == "host", draft_on_host=placement.draft_on == "host"
+        )
 
     def _model_line(self) -> str:
         model = self.model

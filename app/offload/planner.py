@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from app.errors import DeviceMissing, DoesNotFit
@@ -24,16 +24,19 @@ def plan_offload(
     wish: Wish,
     *,
     mmproj: ModelFacts | None = None,
+    draft: ModelFacts | None = None,
     correction: Correction | None = None,
     families: Mapping[str, Family] = REGISTRY,
 ) -> OffloadPlan:
     """Choose every placement flag for ``facts`` on ``machine``.
 
     Order: all on the devices; else experts of the fewest layers in RAM; else fewer layers. Context and parallel
-    requests are kept or refused. ``correction`` is what the engine is known to count differently. Raises DoesNotFit
-    with the numbers, ModelFileError for an impossible header.
+    requests are kept or refused. ``draft`` is a model that guesses ahead; ``correction`` is what the engine is known to
+    count differently. Raises DoesNotFit with the numbers, ModelFileError for an impossible header.
     """
-    model = MemoryModel(facts, mmproj=mmproj, correction=correction, families=families)
+    model = MemoryModel(
+        facts, mmproj=mmproj, draft=draft, draft_head=wish.draft_head, correction=correction, families=families
+    )
     search = DeviceSearch.over(model, machine.devices, reserve_bytes=wish.vram_reserve_bytes)
     placement = _Planner(model, machine, wish, search).place()
     return plan_of(model, machine, wish, placement, mmproj=mmproj)
@@ -53,6 +56,7 @@ def plan_of(
         reasons=explain(model, machine, wish, placement),
         wish=wish,
         mmproj=mmproj,
+        draft=model.draft.shape.facts if model.draft is not None else None,
         correction=model.correction,
     )
 
@@ -103,19 +107,26 @@ class _Planner:
         return compact if self._in_ram(compact) else self._with_cache_type(base, kinds[-1])
 
     def _with_cache_type(self, base: Placement, kind: KVType) -> Placement:
-        """The best placement with this cache; the projector comes last and never costs a layer."""
+        """The best placement with this cache; projector and draft model come last and never cost a layer."""
         base = replace(base, kv_cache_k=kind, kv_cache_v=kind)
         placed = self._on_devices(base)
         if placed is None:
             wished = "cpu_moe_layers" if self.wish.gpu_layers is None else "gpu_layers"
             raise self._refuse(self._exact(base), wished)
-        if not self.model.mmproj_bytes:
-            return placed
-        if placed.gpu_layers:
-            beside = self._on_devices(replace(base, mmproj_on=self.search.names[0]))
+        if self.model.mmproj_bytes:
+            placed = self._beside(placed, base, lambda one, where: replace(one, mmproj_on=where))
+        if self.model.draft is not None:
+            base = replace(base, mmproj_on=placed.mmproj_on)
+            placed = self._beside(placed, base, lambda one, where: replace(one, draft_on=where))
+        return placed
+
+    def _beside(self, placed: Placement, base: Placement, put: Callable[[Placement, str], Placement]) -> Placement:
+        """``placed`` with a further part on the first device where that costs no layer, else in RAM."""
+        for name in self.search.names if placed.gpu_layers else ():
+            beside = self._on_devices(put(base, name))
             if beside is not None and _notch(beside) == _notch(placed):
                 return beside
-        return replace(placed, mmproj_on="host")
+        return put(placed, "host")
 
     def _with_larger_ubatch(self, placement: Placement) -> Placement:
         """What is left on the devices and too little for another layer makes long prompts faster.

@@ -43,6 +43,13 @@ def _about_layers(model: MemoryModel, machine: Machine, wish: Wish, placement: P
         on_host = placement.mmproj_on == "host"
         why = "on a device it would push layers out" if on_host else "it fits there without pushing a layer out"
         yield Reason("mmproj_on", placement.mmproj_on, why)
+    if placement.draft_on:
+        on_host = placement.draft_on == "host"
+        why = "on a device it would push layers out" if on_host else "it fits there without pushing a layer out"
+        yield Reason("draft_on", placement.draft_on, why)
+    if placement.draft_tokens:
+        who = "the model's own draft head" if placement.draft_head else "the draft model"
+        yield Reason("draft_tokens", str(placement.draft_tokens), f"{who} guesses so many ahead, as the engine does")
 
 
 def _why_layers(model: MemoryModel, machine: Machine, wish: Wish, placement: Placement) -> str:

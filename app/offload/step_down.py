@@ -38,13 +38,20 @@ def step_down(
 ) -> OffloadPlan | None:
     """The plan that takes less of what ran out and loses least by it; None when that was tried often enough.
 
-    In this order: smaller ubatches, no caches in RAM, the projector in RAM, experts of two more layers in RAM or two
-    layers fewer on the devices, a smaller cache type, and half of the context where the wish allows it. What the wish
-    fixes stays. No memory is taken elsewhere that is not within its budget.
+    In this order: smaller ubatches, no caches in RAM, projector and draft model in RAM, experts of two more layers in
+    RAM or two layers fewer on the devices, a smaller cache type, and half of the context where the wish allows it. What
+    the wish fixes stays. No memory is taken elsewhere that is not within its budget.
     """
     if len(plan.steps) >= MOST_STEPS:
         return None
-    model = MemoryModel(plan.model, mmproj=plan.mmproj, correction=plan.correction, families=families)
+    model = MemoryModel(
+        plan.model,
+        mmproj=plan.mmproj,
+        draft=plan.draft,
+        draft_head=plan.placement.draft_head,
+        correction=plan.correction,
+        families=families,
+    )
     stairs = _Stairs(plan, model, shortage)
     return next(stairs.smaller(), None)
 
@@ -94,6 +101,8 @@ class _Stairs:
         yield "context_checkpoints", replace(now, context_checkpoints=0)
         if now.mmproj_on not in {None, "host"}:
             yield "mmproj_on", replace(now, mmproj_on="host")
+        if now.draft_on not in {None, "host"}:
+            yield "draft_on", replace(now, draft_on="host")
         if wish.gpu_layers is None and wish.cpu_moe_layers is None:
             yield from self._with_fewer_layers(now)
         kinds = cache_types(self.model, wish)
@@ -115,8 +124,9 @@ class _Stairs:
     def _settled(self, candidate: Placement) -> Placement | None:
         """``candidate`` with its layers shared among the devices and caches that RAM has room for, or None."""
         if not candidate.gpu_layers and self.plan.placement.gpu_layers:
-            on_host = "host" if candidate.mmproj_on else None
-            candidate = replace(candidate, cpu_moe_layers=0, tensor_split=(), mmproj_on=on_host)
+            mmproj_on = "host" if candidate.mmproj_on else None
+            draft_on = "host" if candidate.draft_on else None
+            candidate = replace(candidate, cpu_moe_layers=0, tensor_split=(), mmproj_on=mmproj_on, draft_on=draft_on)
         elif candidate.tensor_split:
             before = tuple(device.total_bytes for device in self.plan.memory.devices)
             placed = DeviceSearch(self.model, self._names, before).place(candidate)

@@ -15,17 +15,20 @@ class Verified:
     accounting: Accounting
     corrections: int = 0
 
-    def document(self, ledger: MemoryLedger, *, mmproj_on_host: bool) -> dict[str, Any]:
-        """The engine's figures, and the plan's total for each place; the projector is in neither."""
-        projector = (self.accounting.mmproj_bytes or 0) if mmproj_on_host else 0
+    def document(self, ledger: MemoryLedger, *, mmproj_on_host: bool, draft_on_host: bool = False) -> dict[str, Any]:
+        """The engine's figures, and the plan's total for each place; projector and draft model are in neither."""
+        apart = (self.accounting.mmproj_bytes or 0) if mmproj_on_host else 0
+        draft = self.accounting.draft
+        apart += draft.host.total_bytes if draft is not None and draft_on_host else 0
         return {
             "by": self.accounting.by,
             "devices": [
                 _row(self.accounting.device(device.name), device.total_bytes - device.mmproj_bytes - device.draft_bytes)
                 for device in ledger.devices
             ],
-            "host": _row(self.accounting.host, ledger.host.needed_bytes - projector),
+            "host": _row(self.accounting.host, ledger.host.needed_bytes - apart),
             "mmproj_bytes": self.accounting.mmproj_bytes,
+            "draft_bytes": None if draft is None else sum(row.total_bytes for row in (*draft.devices, draft.host)),
             "corrections": self.corrections,
         }
 

@@ -26,4 +26,5 @@ class Wish:
     embedding: bool = False
     pooling: str | None = None
     require_gpu: bool = False
+    draft_head: bool = False
     allow_smaller_context: bool = False

@@ -12,6 +12,8 @@ _OF_THE_ENGINE = (
     "path",
     "remote",
     "mmproj",
+    "draft",
+    "draft_head",
     "context",
     "parallel",
     "kv_cache",

@@ -183,7 +183,8 @@ class Loader:
 
     def _plan(self, model: ModelConfig, machine: Machine, files: ModelFiles | None = None) -> OffloadPlan:
         files = files or ModelFiles.read(model)
-        return plan_offload(files.facts, machine, wish_for(model, self.memory, files.facts), mmproj=files.mmproj)
+        wish = wish_for(model, self.memory, files.facts)
+        return plan_offload(files.facts, machine, wish, mmproj=files.mmproj, draft=files.draft)
 
     async def _make_room(self, unit: Unit) -> OffloadPlan:
         """A plan that fits what is free now, after others were stopped if need be; raises DoesNotFit."""

@@ -12,15 +12,20 @@ from app.offload import OffloadPlan, Wish
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the files of a model say: the model's own, and its projector's where it has one."""
+    """What the files of a model say: the model's own, and those of its projector and draft model where it has them."""
 
     facts: ModelFacts
     mmproj: ModelFacts | None = None
+    draft: ModelFacts | None = None
 
     @classmethod
     def read(cls, model: ModelConfig) -> ModelFiles:
-        """Read both headers; raises ModelFileError."""
-        return cls(read_header(model.file), None if model.mmproj is None else read_projector(model.mmproj))
+        """Read their headers; raises ModelFileError."""
+        return cls(
+            read_header(model.file),
+            None if model.mmproj is None else read_projector(model.mmproj),
+            None if model.draft is None else read_header(model.draft),
+        )
 
 
 def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wish:
@@ -35,6 +40,7 @@ def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wis
         vram_reserve_bytes=int(memory.vram_reserve),
         ram_reserve_bytes=int(memory.ram_reserve),
         require_gpu=model.require_gpu,
+        draft_head=model.draft_head,
         embedding=kind is not Kind.CHAT,
         pooling=_pooling(kind, facts),
         allow_smaller_context=model.allow_smaller_context,

@@ -99,6 +99,7 @@ def _settings(case: Case) -> str:
     parts += [f"ncmoe {placement.cpu_moe_layers}"] if placement.cpu_moe_layers else []
     parts += [f"ts {','.join(f'{share:g}' for share in placement.tensor_split)}"] if placement.tensor_split else []
     parts += ["projector"] if case.projector else []
+    parts += ["draft head"] if placement.draft_head else []
     return " ".join(parts)
 
 
@@ -132,7 +133,7 @@ def plan_of(case: Case, facts: ModelFacts, projector: ModelFacts | None) -> Offl
     """A plan that was not chosen but is asked about."""
     count = max(1, len(case.placement.tensor_split)) if case.device else 0
     devices = tuple(Device(f"Vulkan{index}", "", 0, 0) for index in range(count))
-    model = MemoryModel(facts, mmproj=projector)
+    model = MemoryModel(facts, mmproj=projector, draft_head=case.placement.draft_head)
     return OffloadPlan(
         model=facts,
         machine=Machine(devices, 0, 0, case.placement.threads),

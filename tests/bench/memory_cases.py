@@ -106,6 +106,7 @@ def _placement(**changes: Any) -> Placement:
     return replace(DEFAULT, kv_cache_k=kind, kv_cache_v=kind, **changes)
 
 
+_HEAD = {"draft_head": True, "draft_tokens": 3}
 _CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "llama 8B": (
         {"context_per_request": 4096},
@@ -170,6 +171,9 @@ _CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen35moe 35B-A3B with draft head": (
         {"context_per_request": 32768, "kv": "q8_0", "cpu_moe_layers": 30},
         {"gpu_layers": 41, "cpu_moe_layers": 41},
+        {"context_per_request": 32768, "kv": "q8_0", "cpu_moe_layers": 30, **_HEAD},
+        {"parallel": 4, **_HEAD},
+        {"cpu_moe_layers": 41, "ubatch": 2048, **_HEAD},
     ),
     "gemma3 4B": (
         {"context_per_request": 32768},

@@ -15,6 +15,9 @@ from app.logs import configure_logging
 def command(
     file: Annotated[Path, typer.Argument(help="The .gguf file; any shard of a split one.")],
     mmproj: Annotated[Path | None, typer.Option(help="Projector for images.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="A small model that guesses ahead, or `head` for the model's own draft head.")
+    ] = None,
     vram: Annotated[
         str | None, typer.Option(help="Free memory of each device, like 8GiB or 8GiB,24GiB; 0 for none.")
     ] = None,
@@ -35,6 +38,7 @@ def command(
     request = PlanRequest(
         file=file,
         mmproj=mmproj,
+        draft=draft,
         vram=vram,
         ram=ram,
         context=context,

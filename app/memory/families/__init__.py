@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from app.memory.families import attention, encoder, hybrid, latent, sliding
-from app.memory.families.family import Family, LayerCache
+from app.memory.families.family import Family, LayerCache, attention_cache
 
-__all__ = ["REGISTRY", "Family", "LayerCache", "family_of"]
+__all__ = ["REGISTRY", "Family", "LayerCache", "attention_cache", "family_of"]
 
 REGISTRY: Mapping[str, Family] = {
     architecture: family
