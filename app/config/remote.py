@@ -11,6 +11,7 @@ from app.config.settings import ModelEntry, Settings
 # They say how an engine of ours is run, which a server elsewhere decides for itself.
 _OF_OUR_ENGINES = (
     "mmproj",
+    "draft",
     "kv_cache",
     "offload",
     "idle_unload",
