@@ -100,6 +100,7 @@ async def open_gateway(
             instance=instance.name,
             learned=settings.state_dir / "learned.json",
             remote_rules=remote_rules,
+            conversations=settings.state_dir / "conversations",
         )
         scheduler = Scheduler(metrics)
         quota = _quota(settings)

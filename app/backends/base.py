@@ -32,6 +32,10 @@ class Backend(Protocol):
     def abilities(self) -> Abilities:
         """What its model can take in."""
 
+    @property
+    def chooses_slots(self) -> bool:
+        """Whether it knows better than we which of its slots holds a conversation."""
+
     def open(self, body: bytes) -> AbstractAsyncContextManager[Reply]:
         """Start an answer; leaving the context lets go of it at once.
 

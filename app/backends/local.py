@@ -18,6 +18,7 @@ import orjson
 from yarl import URL
 
 from app.backends.abilities import learn_abilities
+from app.backends.conversations import Conversations
 from app.backends.faults import engine_fault
 from app.backends.liveness import Flight, Liveness, Patience
 from app.engine.binary import EngineBinary
@@ -74,6 +75,7 @@ class LocalBackend:
         patience: Patience | None = None,
         records: Path | None = None,
         instance: str = "",
+        conversations: Conversations | None = None,
     ) -> None:
         self.plan = plan
         self.model_id = model_id
@@ -93,6 +95,7 @@ class LocalBackend:
                     endpoint=self.endpoint,
                     key_file=self._key_file,
                     extra_args=tuple(extra_args),
+                    slot_save_path=conversations.folder if conversations is not None else None,
                 ),
                 environment=child_environment(environment) | ({INSTANCE_VARIABLE: instance} if instance else {}),
                 endpoint=self.endpoint,
@@ -107,6 +110,8 @@ class LocalBackend:
         self._urls: dict[str, URL] = {}
         self._counter: TokenCounter | None = None
         self.slots = 0
+        self._conversations = conversations
+        self.chooses_slots = False  # until saved conversations are back: the engine finds the slot of each
         self.abilities = Abilities()
 
     @property
@@ -128,6 +133,7 @@ class LocalBackend:
 
     async def start(self) -> None:
         """Load the model and learn the engine's real limits; raises EngineDied, StorageError or UpstreamFailed."""
+        self._open_folder()
         self._write_key()
         try:
             self.process.start()
@@ -138,6 +144,10 @@ class LocalBackend:
         self._session = self._connect()
         self._watch = asyncio.create_task(self._liveness.watch(), name=f"liveness of {self.model_id}")
         await self._learn_limits()
+        if self._conversations is not None:
+            tokens = await self._conversations.restore(self._ask_slots)
+            self.chooses_slots = tokens > 0
+            _log.info("model %s: %d tokens of earlier conversations are there again", self.model_id, tokens)
 
     async def wait_exit(self) -> EngineExit:
         """Wait for the engine's end."""
@@ -148,6 +158,8 @@ class LocalBackend:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        if self._conversations is not None and self.is_ready:
+            await self._conversations.save(self._ask_slots)
         # First the connections: an open stream would keep the engine from leaving at once.
         if self._session is not None:
             await self._session.close()
@@ -281,6 +293,23 @@ class LocalBackend:
         )
         self.abilities = await learn_abilities(self, properties)
         _log.info("model %s: %d slots of %d tokens", self.model_id, self.slots, context_tokens)
+
+    async def _ask_slots(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        try:
+            return await self._ask(path, None if body is None else orjson.dumps(body))
+        except _RouteMissingError as error:
+            raise UpstreamFailed(f"This engine has no route {path}.") from error
+
+    def _open_folder(self) -> None:
+        if self._conversations is None:
+            return
+        try:
+            self._conversations.open()
+        except OSError as error:
+            raise StorageError(
+                f"Cannot write to {self._conversations.folder} ({error.strerror}); correct state_dir, or leave out "
+                "keep_conversations."
+            ) from None
 
     def _write_key(self) -> None:
         try:

@@ -81,6 +81,8 @@ class RemoteBackend:
         rules: RemoteRules | None = None,
     ) -> None:
         self.slots = slots
+        # It has other clients than us.
+        self.chooses_slots = True
         # What it cannot take in it says itself.
         self.abilities = Abilities(images=True, audio=True)
         self.limits: Limits | None = None

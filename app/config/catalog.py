@@ -61,6 +61,7 @@ class ModelConfig:
     long_prompt_tokens: int = 8192
     long_prefills: int = 1
     remote: RemoteServer | None = None
+    keep_conversations_bytes: int | None = None
 
     @property
     def file(self) -> Path:
@@ -127,6 +128,7 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
         max_wait_seconds=defaults.max_wait,
         long_prompt_tokens=defaults.long_prompt,
         long_prefills=defaults.long_prefills,
+        keep_conversations_bytes=None if entry.keep_conversations is None else int(entry.keep_conversations),
         remote=None if entry.url is None else _remote(entry.url, entry),
     )
 

@@ -17,6 +17,7 @@ _OF_OUR_ENGINES = (
     "idle_unload",
     "pin",
     "preload",
+    "keep_conversations",
     "require_gpu",
     "extra_args",
 )

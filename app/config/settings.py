@@ -204,6 +204,7 @@ class ModelEntry(_Section):
     idle_unload: IdleTime | None = None
     pin: bool = False
     preload: bool = False
+    keep_conversations: Size | None = None
     require_gpu: bool = False
     allow_smaller_context: bool = False
     extra_args: tuple[str, ...] = ()

@@ -30,6 +30,7 @@ def build_argv(
     endpoint: Endpoint,
     key_file: Path | None,
     extra_args: Sequence[str] = (),
+    slot_save_path: Path | None = None,
 ) -> tuple[str, ...]:
     """The command that starts ``engine`` with exactly this plan.
 
@@ -46,6 +47,8 @@ def build_argv(
     _add_mmproj(line, plan)
     _add_draft(line, plan)
     _add_kind(line, plan)
+    if slot_save_path is not None:
+        line.add("slot_save_path", str(slot_save_path))
     return (*engine.command, *line.arguments, *_extra(engine, extra_args))
 
 

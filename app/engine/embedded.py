@@ -222,6 +222,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--host",), "HOST", "IP address, or UNIX socket path ending in .sock", _set("hostnames", lambda v: [v])),
     Option(("--port",), "PORT", "port to listen on (default: 9931)", _set("port", int)),
     Option(("--api-key-file",), "FNAME", "file of API keys, one per line", _set("api_keys", _key_lines)),
+    Option(("--slot-save-path",), "PATH", "folder of saved slots", _set("slot_save_path", lambda path: f"{path}/")),
     Option(("--cors-origins",), "ORIGINS", "allowed origins", _cors_origins),
     Option(("-to", "--timeout"), "N", "server read/write timeout in seconds", _timeout),
     Option(("--sse-ping-interval",), "N", "server SSE ping interval in seconds", _set("sse_ping_interval", int)),

@@ -65,6 +65,7 @@ FLAGS: dict[str, Flag] = {
     "sse_ping": Flag(("--sse-ping-interval",)),
     "timeout": Flag(("--timeout", "-to")),
     "cors_origins": Flag(("--cors-origins",)),
+    "slot_save_path": Flag(("--slot-save-path",)),
     "verbosity": Flag(("--verbosity", "-lv", "--log-verbosity")),
 }
 

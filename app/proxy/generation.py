@@ -163,7 +163,7 @@ class Generation:
         async with self._parts.supervisor.use(self._model) as backend:
             self._account.entered(asked)
             self._backend = backend
-            slots = backend.slots if request.choices == 1 else 1
+            slots = 1 if backend.chooses_slots or request.choices > 1 else backend.slots
             with self._parts.affinities.slot(backend, request.messages, slots=slots) as slot:
                 body = request.engine_body(max_tokens=admission.max_tokens, slot=slot)
                 self._account.sent()

@@ -22,6 +22,7 @@ _OF_THE_ENGINE = (
     "cpu_moe_layers",
     "require_gpu",
     "extra_args",
+    "keep_conversations_bytes",
 )
 
 

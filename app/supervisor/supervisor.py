@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from app.backends import Backend, LocalBackend, RemoteRules
+from app.backends.conversations import Conversations, folder_of, forget_others
 from app.backends.liveness import Patience
 from app.config import MemoryConfig, ModelCatalog, ModelConfig
 from app.engine.binary import EngineBinary
@@ -65,6 +66,7 @@ class Supervisor:
         make_backend: MakeBackend | None = None,
         new_policy: Callable[[], RestartPolicy] = RestartPolicy,
         remote_rules: RemoteRules | None = None,
+        conversations: Path | None = None,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -73,10 +75,9 @@ class Supervisor:
         self._environment = environment
         self._patience = patience
         self._load_wait_seconds = load_wait_seconds
-        self._records = records
-        self._instance = instance
+        self._records, self._instance = records, instance
         self._new_policy = new_policy
-        self._remote_rules = remote_rules
+        self._remote_rules, self._conversations = remote_rules, conversations
         self._numbers = itertools.count(1)
         self._is_closing = False
         self._default: str | None = catalog.default_model
@@ -237,6 +238,8 @@ class Supervisor:
         return probe_machine(self._engine.device_list())
 
     def _add_all(self, catalog: ModelCatalog) -> None:
+        if self._conversations is not None:
+            forget_others(self._conversations, [each.id for each in catalog if each.keep_conversations_bytes])
         for model in catalog:
             self._add(model, _read_facts(model))
 
@@ -279,7 +282,14 @@ class Supervisor:
             patience=self._patience,
             records=self._records,
             instance=self._instance,
+            conversations=self._conversations_of(model, plan),
         )
+
+    def _conversations_of(self, model: ModelConfig, plan: OffloadPlan) -> Conversations | None:
+        if self._conversations is None or model.keep_conversations_bytes is None:
+            return None
+        folder, limit_bytes = folder_of(self._conversations, model.id), model.keep_conversations_bytes
+        return Conversations(folder, plan, self._engine, extra_args=model.extra_args, limit_bytes=limit_bytes)
 
     def _without_keys(self) -> dict[str, str]:
         """Our environment without the keys of servers elsewhere, which are nothing to an engine."""
