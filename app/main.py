@@ -30,6 +30,7 @@ from app.engine.binary import EngineBinary, find_engine
 from app.errors import AddressInUse, ConfigError
 from app.events import EventLog
 from app.http_server import GatewayProtocol
+from app.images import Images
 from app.instance import open_instance
 from app.metrics import Metrics
 from app.observers import Helper, Observers
@@ -111,6 +112,7 @@ async def open_gateway(
             scheduler=scheduler,
             metrics=metrics,
             quota=quota,
+            images=Images(settings.images),
             observers=observers.told(),
         )
         authenticator = Authenticator(settings.keys)

@@ -35,6 +35,7 @@ _LINES = (
     (1, "credential"),
     (1, "auth"),
     (1, "tokens"),
+    (1, "images"),
     (2, "offload"),
     (2, "eviction"),
     (3, "engine"),

@@ -154,10 +154,9 @@ _TOO_MANY = [USER] * 4097
 _NO_TOKENS: tuple[Any, ...] = (0, -1, -5, 1.9, 1.0, "3", True, 4294967298, 1 << 31, 1 << 63, [], {})
 _NO_TEXT = (
     *("hi", {"type": "text"}, {"type": "text", "text": 5}, {"type": "file", "file": {}}),
-    {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}},
-    {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
-    {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
 )
+_NO_URL = (*({"url": url} for url in ("file:///etc/passwd", "x.png", 5, None)), {}, "x")
+_NO_AUDIO = ({"data": 5, "format": "wav"}, {"data": ""}, {"data": "", "format": "exe"}, {}, "x")
 _ABSENT = {"type": "function", "function": {"name": "absent"}}
 _REFUSED: _Table = [
     *_each("model", None, "", 5, [], {}),
@@ -168,6 +167,14 @@ _REFUSED: _Table = [
     *_each_message("messages[1].content", *_users("content", 5, None, True, {}), before=(USER,)),
     *_each_message("messages[0].content", {"role": "user"}),
     *_each_message("messages[0].content[0]", *_users("content", *([part] for part in _NO_TEXT))),
+    *_each_message(
+        "messages[0].content[0].image_url.url",
+        *_users("content", *([{"type": "image_url", "image_url": image}] for image in _NO_URL)),
+    ),
+    *_each_message(
+        "messages[0].content[0].input_audio",
+        *_users("content", *([{"type": "input_audio", "input_audio": audio}] for audio in _NO_AUDIO)),
+    ),
     *_each("max_tokens", *_NO_TOKENS),
     *_each("max_completion_tokens", *_NO_TOKENS),
     *_each("temperature", 9, 2.1, -1, "1", True, []),

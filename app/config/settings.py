@@ -219,6 +219,15 @@ class ModelEntry(_Section):
 Amount = Annotated[Integer, Field(ge=0, le=1 << 53)]
 
 
+class ImageConfig(_Section):
+    """Pictures in conversations; ``fetch`` lets clients have them fetched from addresses on the internet."""
+
+    fetch: bool = False
+    max_fetch: Size = ByteSize(16 << 20)
+    max_pixels: Integer = Field(default=32_000_000, ge=1, le=1 << 31)
+    max_count: Integer = Field(default=16, ge=1, le=1024)
+
+
 class QuotaConfig(_Section):
     """Who keeps what keys have used, and what happens while nobody can; no store is a file in the state folder."""
 
@@ -281,6 +290,7 @@ class Settings(BaseSettings):
     default_model: str | None = None
     keys: tuple[KeyConfig, ...] = ()
     quota: QuotaConfig = QuotaConfig()
+    images: ImageConfig = ImageConfig()
     request_log: RequestLogConfig = RequestLogConfig()
     state_dir: Path = Path("state")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.errors import UnsupportedParameter
+from app.errors import InvalidValue, UnsupportedParameter
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -22,6 +22,19 @@ class Abilities:
     late_system: bool = True
     images: bool = False
     audio: bool = False
+
+
+def require_media(media: Collection[str], abilities: Abilities) -> None:
+    """Raises InvalidValue for a picture or a recording that the model cannot take in."""
+    for kind, is_able, what in (
+        ("image_url", abilities.images, "pictures"),
+        ("input_audio", abilities.audio, "recordings"),
+    ):
+        if kind in media and not is_able:
+            raise InvalidValue(
+                f"This model takes no {what}; leave out the parts of type '{kind}', or use a model that does.",
+                param="messages",
+            )
 
 
 def with_tools_looked_at(fields: Mapping[str, Any], abilities: Abilities) -> tuple[Mapping[str, Any], Headers]:

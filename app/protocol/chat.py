@@ -9,8 +9,8 @@ from typing import Any
 import orjson
 
 from app.errors import InvalidValue
-from app.protocol.abilities import Abilities, Headers, with_one_system_message, with_tools_looked_at
-from app.protocol.conversation import conversation
+from app.protocol.abilities import Abilities, Headers, require_media, with_one_system_message, with_tools_looked_at
+from app.protocol.conversation import conversation, media_of
 from app.protocol.expectation import NOTHING, Expectation, expectation
 from app.protocol.fields import MAX_INTEGER, boolean, check_size, integer, model_name, parse_object
 from app.protocol.steering import check_numbers, check_shapes, with_named_tool
@@ -70,6 +70,8 @@ class ChatRequest:
     choices: int
     fields: Mapping[str, Any]
     expectation: Expectation = NOTHING
+    # Kinds of parts beside text; what they come to in tokens only the engine can say.
+    media: frozenset[str] = frozenset()
 
     @property
     def is_plain(self) -> bool:
@@ -88,6 +90,7 @@ class ChatRequest:
 
     def adapted(self, abilities: Abilities) -> tuple[ChatRequest, Headers]:
         """The request as this model can take it, and what to tell the client about it; raises UnsupportedParameter."""
+        require_media(self.media, abilities)
         if abilities.tools and abilities.late_system:
             return self, []
         fields, notes = with_tools_looked_at(self.fields, abilities)
@@ -131,9 +134,11 @@ def chat_request(document: Mapping[str, Any]) -> ChatRequest:
     check_shapes(fields)
     fields = with_named_tool(fields)
     stream = boolean(document, "stream")
+    messages = conversation(document)
     return ChatRequest(
         model=model_name(document),
-        messages=conversation(document),
+        messages=messages,
+        media=media_of(messages),
         stream=stream,
         include_usage=stream and _include_usage(document),
         max_tokens=_max_tokens(document),

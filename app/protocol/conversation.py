@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.errors import InvalidValue
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_AUDIO = ("wav", "mp3")
 _MAX_MESSAGES = 4096
 
 
@@ -44,5 +45,39 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
 
 
 def _check_part(part: Any, where: str) -> None:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise InvalidValue(f"'{where}' must be a part of type 'text': this model reads text only.", param=where)
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return
+    if kind == "image_url":
+        _check_image(part.get("image_url"), f"{where}.image_url")
+    elif kind == "input_audio":
+        _check_audio(part.get("input_audio"), f"{where}.input_audio")
+    else:
+        raise InvalidValue(
+            f"'{where}' must be a part of type 'text', 'image_url' or 'input_audio' with what belongs to it.",
+            param=where,
+        )
+
+
+def _check_image(image: Any, where: str) -> None:
+    url = image.get("url") if isinstance(image, dict) else None
+    if not isinstance(url, str) or not url.lower().startswith(("data:", "http://", "https://")):
+        raise InvalidValue(f"'{where}.url' must be a data: URL of a picture.", param=f"{where}.url")
+
+
+def _check_audio(audio: Any, where: str) -> None:
+    if not isinstance(audio, dict) or not isinstance(audio.get("data"), str) or audio.get("format") not in _AUDIO:
+        raise InvalidValue(
+            f"'{where}' must hold 'data' in base64 and a 'format' of {' or '.join(_AUDIO)}.", param=where
+        )
+
+
+def media_of(messages: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """The kinds of parts beside text: ``image_url``, ``input_audio``."""
+    return frozenset(
+        part["type"]
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+        if part["type"] != "text"
+    )

@@ -30,6 +30,8 @@ class Counting:
 
     async def run(self, outlet: Outlet) -> None:
         """Count and answer; raises GatewayError."""
+        if self._request.media:
+            self._request = await self._parts.images.inlined(self._request)
         try:
             tokens = await self._count()
         except EngineGone:

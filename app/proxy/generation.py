@@ -56,6 +56,8 @@ class Generation:
     async def run(self, outlet: Outlet) -> None:
         """Admit, reserve, wait for a slot, answer; raises GatewayError."""
         model, key, parts = self._model, self._key, self._parts
+        if self._request.media:
+            self._request = await parts.images.inlined(self._request)
         admission, slots = await self._once_more(self._count)
         # In the queue the model is not in use: another one's turn may come between.
         async with (

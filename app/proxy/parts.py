@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from app.images import Images
 from app.metrics import Metrics
 from app.quota import Quota
 from app.request_record import Observer
@@ -19,5 +20,6 @@ class Parts:
     scheduler: Scheduler
     metrics: Metrics
     quota: Quota
+    images: Images
     observers: tuple[Observer, ...] = ()
     affinities: Affinities = field(default_factory=Affinities)

@@ -8,6 +8,7 @@ from app.auth import ApiKey
 from app.config import ModelCatalog, ModelConfig
 from app.errors import UnsupportedEndpoint
 from app.gguf import Kind
+from app.images import Images
 from app.metrics import Metrics
 from app.protocol import Ask, ChatRequest, checked
 from app.proxy.counting import Counting
@@ -41,12 +42,13 @@ class Proxy:
         scheduler: Scheduler,
         metrics: Metrics,
         quota: Quota,
+        images: Images,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.catalog = catalog
         self.quota = quota
         self.patience = Patience()
-        self.parts = Parts(supervisor, scheduler, metrics, quota, tuple(observers))
+        self.parts = Parts(supervisor, scheduler, metrics, quota, images, tuple(observers))
         self._exchanges = Exchanges()
 
     async def drain(self, seconds: float) -> None:

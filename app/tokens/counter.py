@@ -75,7 +75,7 @@ class TokenCounter:
 
     async def count(self, request: ChatRequest) -> int:
         """The same number, by fragments where they are known to add up."""
-        if self._rendering is None or self._fragments is None:
+        if self._rendering is None or self._fragments is None or request.media:
             return await self.exact(request)
         async with self._in_time():
             return await self._fragments.count(await self._rendering.render(request.counting_body()))
@@ -127,7 +127,7 @@ class TokenCounter:
 
     async def _measure(self, request: ChatRequest, wish: _Wish) -> tuple[int, bool]:
         """Prompt tokens and whether they are exact; raises ContextLengthExceeded for what cannot fit by its size."""
-        if self._rendering is None or self._vocabulary is None:
+        if self._rendering is None or self._vocabulary is None or request.media:
             return await self.exact(request), True
         async with self._in_time():
             rendered = await self._rendering.render(request.counting_body())
