@@ -150,7 +150,7 @@ async def _hosting() -> AsyncIterator[Host]:
             case "/large":
                 return web.Response(body=png() + bytes(10_000), content_type="image/png")
             case "/away":
-                raise web.HTTPFound(request.query["to"])
+                raise web.HTTPFound(request.query.get("to", "/away"))
             case _:
                 raise web.HTTPNotFound()
 
