@@ -96,6 +96,20 @@ def test_a_projector_goes_to_ram_before_any_layer(models: dict[str, ModelFacts],
     assert last.mmproj is projector
 
 
+def test_a_draft_goes_before_any_layer_does(models: dict[str, ModelFacts]) -> None:
+    draft = models["windows"]
+    plan = plan_offload(models["dense"], machine(12000), Wish(context=8192), draft=draft)
+    assert (plan.placement.draft_on, plan.memory.devices[0].draft_bytes > 100 * MIB) == ("CUDA0", True)
+    plans = list(descent(plan, Shortage.DEVICE))
+    assert [step.setting for step in plans[-1].steps][:3] == ["ubatch", "draft_tokens", "gpu_layers"]
+    without = plans[2]
+    assert without.draft is None
+    assert without.memory.devices[0].draft_bytes == 0
+    assert without.steps[-1].value == "0"
+    assert without.steps[-1] in without.reasons
+    assert_coherent(without)
+
+
 def test_what_the_wish_fixes_stays(models: dict[str, ModelFacts]) -> None:
     by_hand = plan_offload(models["dense"], machine(6000), Wish(context=8192, gpu_layers=17, kv_cache="f16"))
     assert settings_lowered(by_hand, Shortage.DEVICE) == ["ubatch"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from app.errors import ContextAboveTrained, DoesNotFit, ModelFileError
 from app.hardware import Machine
 from app.memory import KVType, MemoryModel, Placement
@@ -65,6 +67,12 @@ def cache_types(model: MemoryModel, wish: Wish) -> tuple[KVType, ...]:
     if not divisible or not any(cache.key for cache in model.caches):
         return (KVType.F16,)
     return (KVType.F16, KVType.Q8_0, KVType.Q4_0)
+
+
+def with_cache(placement: Placement, kind: KVType) -> Placement:
+    """``placement`` with caches of ``kind``; V stays in f16 without flash attention, which alone unpacks it."""
+    value = kind if placement.flash_attention or not kind.quantised else KVType.F16
+    return replace(placement, kv_cache_k=kind, kv_cache_v=value)
 
 
 def _check_draft_head(model: MemoryModel, wish: Wish) -> None:

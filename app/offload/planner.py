@@ -9,7 +9,7 @@ from app.errors import DeviceMissing, DoesNotFit
 from app.gguf import ModelFacts
 from app.hardware import Machine
 from app.memory import REGISTRY, Correction, Family, KVType, MemoryModel, Placement
-from app.offload.base import base_placement, cache_types
+from app.offload.base import base_placement, cache_types, with_cache
 from app.offload.devices import DeviceSearch
 from app.offload.expected import expect
 from app.offload.host import fit_caches, fits_ram
@@ -108,7 +108,7 @@ class _Planner:
 
     def _with_cache_type(self, base: Placement, kind: KVType) -> Placement:
         """The best placement with this cache; projector and draft model come last and never cost a layer."""
-        base = replace(base, kv_cache_k=kind, kv_cache_v=kind)
+        base = with_cache(base, kind)
         placed = self._on_devices(base)
         if placed is None:
             wished = "cpu_moe_layers" if self.wish.gpu_layers is None else "gpu_layers"

@@ -85,7 +85,9 @@ def _about_cache(model: MemoryModel, wish: Wish, placement: Placement) -> Iterat
     else:
         why = "nothing more precise fits"
     yield Reason("kv_cache_k", kind, why)
-    yield Reason("kv_cache_v", placement.kv_cache_v.value, "as K")
+    apart = "a quantised V needs flash attention, which is off"
+    same = placement.kv_cache_v is placement.kv_cache_k
+    yield Reason("kv_cache_v", placement.kv_cache_v.value, "as K" if same else apart)
     heads = f"{model.shape.key_length}/{model.shape.value_length}"
     flash = (
         f"there is a kernel for heads of {heads}" if placement.flash_attention else f"no kernel for heads of {heads}"

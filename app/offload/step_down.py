@@ -9,7 +9,7 @@ from enum import StrEnum
 from app.errors import DoesNotFit
 from app.hardware import Machine
 from app.memory import REGISTRY, Family, MemoryLedger, MemoryModel, Placement
-from app.offload.base import cache_types
+from app.offload.base import cache_types, with_cache
 from app.offload.devices import DeviceSearch
 from app.offload.host import PROCESS_BYTES, fit_caches
 from app.offload.plan import OffloadPlan, Reason, mib
@@ -38,9 +38,9 @@ def step_down(
 ) -> OffloadPlan | None:
     """The plan that takes less of what ran out and loses least by it; None when that was tried often enough.
 
-    In this order: smaller ubatches, no caches in RAM, projector and draft model in RAM, experts of two more layers in
-    RAM or two layers fewer on the devices, a smaller cache type, and half of the context where the wish allows it. What
-    the wish fixes stays. No memory is taken elsewhere that is not within its budget.
+    In this order: smaller ubatches, no caches in RAM, the projector in RAM, no draft, experts of two more layers in RAM
+    or two layers fewer on the devices, a smaller cache type, and half of the context where the wish allows it. What the
+    wish fixes stays. No memory is taken elsewhere that is not within its budget.
     """
     if len(plan.steps) >= MOST_STEPS:
         return None
@@ -52,8 +52,8 @@ def step_down(
         correction=plan.correction,
         families=families,
     )
-    stairs = _Stairs(plan, model, shortage)
-    return next(stairs.smaller(), None)
+    alone = MemoryModel(plan.model, mmproj=plan.mmproj, correction=plan.correction, families=families)
+    return next(_Stairs(plan, model, alone, shortage).smaller(), None)
 
 
 def missing(now: Machine, before: Machine) -> Mapping[str, int]:
@@ -79,8 +79,11 @@ def replanned(plan: OffloadPlan, fresh: OffloadPlan, taken: Mapping[str, int]) -
 
 @dataclass(frozen=True, slots=True)
 class _Stairs:
+    """``alone`` is the model without its draft."""
+
     plan: OffloadPlan
     model: MemoryModel
+    alone: MemoryModel
     shortage: Shortage
 
     def smaller(self) -> Iterator[OffloadPlan]:
@@ -101,13 +104,13 @@ class _Stairs:
         yield "context_checkpoints", replace(now, context_checkpoints=0)
         if now.mmproj_on not in {None, "host"}:
             yield "mmproj_on", replace(now, mmproj_on="host")
-        if now.draft_on not in {None, "host"}:
-            yield "draft_on", replace(now, draft_on="host")
+        if now.draft_tokens:
+            yield "draft_tokens", replace(now, draft_tokens=0, draft_head=False, draft_on=None)
         if wish.gpu_layers is None and wish.cpu_moe_layers is None:
             yield from self._with_fewer_layers(now)
         kinds = cache_types(self.model, wish)
-        for kind in kinds[kinds.index(now.kv_cache_k) + 1 :] if now.flash_attention else ():
-            yield "kv_cache_k", replace(now, kv_cache_k=kind, kv_cache_v=kind)
+        for kind in kinds[kinds.index(now.kv_cache_k) + 1 :]:
+            yield "kv_cache_k", with_cache(now, kind)
         if wish.allow_smaller_context and not now.embedding and now.context_per_request >= 2 * _LEAST_CONTEXT:
             yield "context_per_request", replace(now, context_per_request=now.context_per_request // 2)
 
@@ -129,7 +132,7 @@ class _Stairs:
             candidate = replace(candidate, cpu_moe_layers=0, tensor_split=(), mmproj_on=mmproj_on, draft_on=draft_on)
         elif candidate.tensor_split:
             before = tuple(device.total_bytes for device in self.plan.memory.devices)
-            placed = DeviceSearch(self.model, self._names, before).place(candidate)
+            placed = DeviceSearch(self._model(candidate), self._names, before).place(candidate)
             if placed is None:
                 return None
             candidate = placed
@@ -141,7 +144,7 @@ class _Stairs:
         # What already runs may be a little over it, by the engine's own rounding.
         budget = max(budget, self.plan.memory.host.needed_bytes + PROCESS_BYTES)
         try:
-            room = fit_caches(self.model, candidate, self._ledger(candidate), budget_bytes=budget)
+            room = fit_caches(self._model(candidate), candidate, self._ledger(candidate), budget_bytes=budget)
         except DoesNotFit:
             return None
         return replace(
@@ -174,13 +177,19 @@ class _Stairs:
         old, new = _value(before.placement, setting), _value(placement, setting)
         because = f"step {number} of at most {MOST_STEPS} down from {old}: with that {self.shortage.value}"
         steps = (*before.steps, Reason(setting, new, because))
-        stepped = plan_of(self.model, before.machine, before.wish, placement, mmproj=before.mmproj)
+        stepped = plan_of(self._model(placement), before.machine, before.wish, placement, mmproj=before.mmproj)
         lowered = {step.setting: step for step in steps}
-        reasons = tuple(lowered.get(reason.setting, reason) for reason in stepped.reasons)
-        return replace(stepped, reasons=reasons, steps=steps)
+        shown = {reason.setting for reason in stepped.reasons}
+        reasons = [lowered.get(reason.setting, reason) for reason in stepped.reasons]
+        # What was taken away altogether is no setting any more.
+        reasons += [step for name, step in lowered.items() if name not in shown]
+        return replace(stepped, reasons=tuple(reasons), steps=steps)
 
     def _ledger(self, placement: Placement) -> MemoryLedger:
-        return self.model.ledger(placement, device_names=self._names)
+        return self._model(placement).ledger(placement, device_names=self._names)
+
+    def _model(self, placement: Placement) -> MemoryModel:
+        return self.model if placement.draft_tokens else self.alone
 
     @property
     def _names(self) -> tuple[str, ...]:
