@@ -18,7 +18,6 @@ from tests.fleet import fake_binary
 from tests.gateway import GatewayProcess, running_gateway
 from tests.test_deaths import engine_process
 
-
 TOOL: dict[str, Any] = {
     "type": "function",
     "name": "look",
