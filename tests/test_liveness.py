@@ -150,12 +150,19 @@ async def test_a_gateway_that_stood_still_itself_blames_nobody(fake: EngineBinar
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["load", "idle", "decode"])
+@pytest.mark.parametrize("moment", ["load", "idle", "prefill", "decode"])
 async def test_with_the_real_numbers_it_takes_at_most_ninety_seconds(
     fake: EngineBinary, demo_model: Path, moment: str
 ) -> None:
     async with fleet_of(fake, demo_model, {"a": {}}) as fleet:
-        fleet.switch("a", load_seconds=5 if moment == "load" else 0, chunks=10_000, chunk_interval_seconds=0.05)
+        silence_seconds = 200 if moment == "prefill" else 0
+        fleet.switch(
+            "a",
+            load_seconds=5 if moment == "load" else 0,
+            chunks=10_000,
+            chunk_interval_seconds=0.05,
+            silence_seconds=silence_seconds,
+        )
         started = asyncio.create_task(fleet.supervisor.ready(fleet.model("a")))
         if moment == "load":
             pid = await pid_of(fleet)
@@ -170,6 +177,8 @@ async def test_with_the_real_numbers_it_takes_at_most_ninety_seconds(
             else:
                 with pytest.raises(EngineGone):
                     async with backend.open(BODY) as reply:
+                        if moment == "prefill":
+                            os.kill(pid, signal.SIGSTOP)
                         async for _ in reply.chunks():
                             os.kill(pid, signal.SIGSTOP)
         fleet.switch("a")
