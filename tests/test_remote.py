@@ -193,6 +193,12 @@ async def test_a_server_that_is_down_costs_nobody_any_time(
         await elsewhere.start()
         await far.becomes(circuit="closed", state="ready")
         assert (await far.chat()).status_code == 200
+        events = (await far.client.get("/admin/events")).json()["data"]
+        told = [(event["kind"], event["message"]) for event in events if event["model"] == "far"]
+        assert told == [
+            ("failed", "Its server failed and is not asked for now."),
+            ("load", "Its server answers again."),
+        ]
         assert KEY not in caplog.text + (await far.client.get("/admin/models")).text
 
 

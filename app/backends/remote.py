@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -24,8 +23,6 @@ from app.errors import EngineGone, GatewayError, ModelFailed, UpstreamFailed, Up
 from app.protocol import Abilities, EventTooLong
 from app.protocol.sse import SSESplitter
 from app.tokens import TokenCounter
-
-_log = logging.getLogger(__name__)
 
 # What llama-server alone understands; other servers refuse unknown names.
 _LLAMA_ONLY = ("return_progress", "id_slot")
@@ -221,13 +218,10 @@ class RemoteBackend:
             self._on_change()
 
     def _failed(self, problem: str, *, was_reached: bool = True) -> None:
-        was = self.circuit
         self._breaker.failed(was_reached=was_reached)
         if self.circuit is Circuit.OPEN:
             # It may come back as another one.
             self._counter = None
-            if was is not Circuit.OPEN:
-                _log.warning("model %s: the remote server is not asked for a while: %s", self._model_id, problem)
         self.problem = problem
 
     def _its_words(self, body: bytes) -> bytes:

@@ -47,6 +47,19 @@ class Chronicle:
         message, detail = "Another model needed the room.", f"It was {made_room_for}."
         self._events.record(EventKind.EVICTION, message, model=model_id, cause="memory", detail=detail)
 
+    def server_failed(self, model_id: str, problem: str, retry_seconds: float) -> None:
+        """The server elsewhere that has the model is not asked for a while."""
+        _log.warning("model %s: its server is not asked for a while: %s", model_id, problem)
+        message = "Its server failed and is not asked for now."
+        self._events.record(
+            EventKind.FAILED, message, model=model_id, cause="remote", seconds=retry_seconds, detail=problem
+        )
+
+    def server_answers(self, model_id: str) -> None:
+        """The server elsewhere works again."""
+        _log.info("model %s: its server answers again", model_id)
+        self._events.record(EventKind.LOAD, "Its server answers again.", model=model_id, cause="remote")
+
     def stepped_down(self, model_id: str, plan: OffloadPlan, ended: EngineExit) -> None:
         """The engine ran out of memory and is started by a smaller plan."""
         step = plan.steps[-1]

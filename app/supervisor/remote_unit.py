@@ -11,6 +11,7 @@ from app.config import ModelConfig, RemoteServer
 from app.engine.process import State
 from app.errors import GatewayError, ModelFailed, ModelLoading, SetupError
 from app.offload import OffloadPlan
+from app.supervisor.chronicle import Chronicle
 from app.supervisor.planning import kind_of
 from app.supervisor.signals import UnitRetired
 from app.supervisor.status import Failure, ModelStatus
@@ -33,6 +34,7 @@ class RemoteUnit:
         server: RemoteServer,
         *,
         environment: Mapping[str, str],
+        chronicle: Chronicle,
         on_change: Callable[[RemoteUnit], None],
         rules: RemoteRules | None = None,
     ) -> None:
@@ -41,7 +43,9 @@ class RemoteUnit:
         self.users = 0
         self.waiting = 0
         self.is_retired = False
+        self._chronicle = chronicle
         self._on_change = on_change
+        self._is_down = False
         self._loop = asyncio.get_running_loop()
         self._idle_since = self._loop.time()
         self._empty = asyncio.Event()
@@ -189,4 +193,11 @@ class RemoteUnit:
                 continue
 
     def _changed(self) -> None:
+        state, problem = self.state, self.backend.problem
+        if state is State.FAILED and not self._is_down:
+            self._is_down = True
+            self._chronicle.server_failed(self.model.id, problem or "it failed", self.backend.retry_seconds)
+        elif state is State.READY and self._is_down and self.backend.circuit is Circuit.CLOSED:
+            self._is_down = False
+            self._chronicle.server_answers(self.model.id)
         self._on_change(self)

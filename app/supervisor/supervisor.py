@@ -254,6 +254,7 @@ class Supervisor:
                 model,
                 model.remote,
                 environment=self._environment,
+                chronicle=self._chronicle,
                 on_change=self._show,
                 rules=self._remote_rules,
             )
