@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from pydantic import BaseModel
 
 from app.credential import new_key
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
@@ -121,6 +122,31 @@ def test_a_count_is_what_the_prompt_takes(client: anthropic.Anthropic, prompt: d
         stream.until_done()
     assert start.type == "message_start"
     assert start.message.usage.input_tokens == counted
+
+
+def test_a_prompt_that_is_known_is_read_from_the_cache(client: anthropic.Anthropic) -> None:
+    asked: list[Any] = [{"role": "user", "content": "Cached or not? " * 20}]
+    for known in (False, True):
+        usage = client.messages.create(model=MODEL_ID, max_tokens=1, messages=asked).usage
+        assert (usage.cache_read_input_tokens > 60) == known
+
+
+def test_an_answer_that_the_client_has_begun_is_continued(client: anthropic.Anthropic) -> None:
+    begun: list[Any] = [{"role": "user", "content": "Count to five."}, {"role": "assistant", "content": "one, two,"}]
+    message = client.messages.create(model=MODEL_ID, max_tokens=4, messages=begun, extra_body=GREEDY)
+    assert "three" in message.content[0].text
+
+
+class _Verdict(BaseModel):
+    is_blue: bool
+
+
+def test_a_structured_answer(client: anthropic.Anthropic) -> None:
+    parsed = client.messages.parse(
+        model=MODEL_ID, max_tokens=60, messages=QUESTION, output_format=_Verdict, extra_body=GREEDY
+    )
+    assert parsed.parsed_output is not None
+    assert parsed.parsed_output.is_blue in (True, False)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -49,6 +49,13 @@ def test_text_reasoning_and_the_end() -> None:
     ]
 
 
+def test_the_word_that_ended_an_answer_as_vllm_says_it() -> None:
+    event = b'data: {"choices":[{"delta":{},"finish_reason":"stop","stop_reason":%b}]}\n\n'
+    assert [delta.stopping_word for delta in DeltaReader().read(event % b'"END"')] == ["END"]
+    # The id of a token that ends every answer.
+    assert [delta.stopping_word for delta in DeltaReader().read(event % b"2")] == [None]
+
+
 def test_id_and_model_are_those_of_the_engine() -> None:
     reader = DeltaReader()
     reader.read(chunk({"content": "a"}))

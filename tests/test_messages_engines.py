@@ -221,6 +221,40 @@ def _assert_limited(client: anthropic.Anthropic) -> None:
     assert int(over.value.response.headers["retry-after"]) > 0
 
 
+def test_a_gateway_that_stops_says_so(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(orjson.dumps({"chunks": 1000, "chunk_interval_seconds": 0.05}))
+    config = {
+        "engine": {"binary": str(fake_binary(tmp_path))},
+        "memory": {"ram_reserve": 0},
+        "server": {"drain_seconds": 1},
+        "models": {"a": {"path": str(demo_model), "context": 2048}},
+    }
+    with (
+        running_gateway(config, tmp_path, environment={"FAKE_SWITCHES": str(tmp_path)}) as gateway,
+        anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as client,
+        pytest.raises(anthropic.APIStatusError) as cut,
+        client.messages.stream(model="a", max_tokens=1000, messages=HI) as stream,
+    ):
+        for index, _ in enumerate(stream.text_stream):
+            if index == 0:
+                gateway.process.terminate()
+                wait_until(lambda: _is_stopping(gateway), seconds=5, what="stopping")
+                for refused in (_ask, _count):
+                    with pytest.raises(anthropic.InternalServerError) as failure:
+                        refused(client)
+                    assert (failure.value.status_code, failure.value.type) == (503, "overloaded_error")
+    assert cut.value.type == "overloaded_error"
+    assert "stopping" in cut.value.message
+
+
+def _count(client: anthropic.Anthropic) -> None:
+    client.messages.count_tokens(model="a", messages=HI)
+
+
+def _is_stopping(gateway: GatewayProcess) -> bool:
+    return httpx.get(f"{gateway.url}/readyz").status_code == 503
+
+
 def test_folded_knows_a_message_from_an_answer_that_broke_off(gateway: GatewayProcess) -> None:
     body = {"model": "thinker", "max_tokens": 200, "messages": HI, "stream": True}
     whole = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60).content

@@ -148,6 +148,7 @@ def test_a_format_is_a_response_format() -> None:
     for fields in ({"output_config": {"format": shape}}, {"output_format": shape}):
         asked = _parsed(**fields).chat.fields["response_format"]
         assert asked["json_schema"]["schema"] == {"type": "object"}
+        assert _parsed(**fields).chat.expectation
     assert "output_config.format" in _refused(output_config={"format": {"type": "xml"}})
 
 

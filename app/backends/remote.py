@@ -25,7 +25,7 @@ from app.protocol.sse import SSESplitter
 from app.tokens import TokenCounter
 
 # What llama-server alone understands; other servers refuse unknown names.
-_LLAMA_ONLY = ("return_progress", "id_slot")
+_LLAMA_ONLY = ("return_progress", "id_slot", "verbose", "thinking_budget_tokens")
 # Inside a JSON string the quotes would be escaped, so that generated text never matches.
 _MODEL_FIELD = re.compile(rb'"model":\s*"(?:[^"\\]|\\.)*"')
 _TRIAL_SECONDS = 1.0

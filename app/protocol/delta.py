@@ -23,7 +23,7 @@ class CallDelta(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one event adds; ``stopping_word`` is set where the engine was asked to be verbose and a word stopped it."""
+    """What one event adds; ``stopping_word`` is the word that ended the answer, where the engine says which."""
 
     reasoning: str
     text: str
@@ -45,12 +45,18 @@ class DeltaReader:
     def read(self, body: bytes) -> list[Delta]:
         """What the events in ``body`` add; raises UpstreamFailed for what is no chunk."""
         try:
-            found = [self._delta(event) for event in self._splitter.feed(body)]
+            found = [self._delta(event) for event in self._events(body)]
         except EventTooLong as error:
             raise _unreadable(str(error)) from error
         except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise _unreadable("it sent an event that is not a chunk") from error
         return [delta for delta in found if delta is not None]
+
+    def _events(self, body: bytes) -> list[bytes]:
+        # What the meter hands on are whole events.
+        if not self._splitter.pending and body.endswith(b"\n\n") and b"\r" not in body:
+            return body[:-2].split(b"\n\n")
+        return self._splitter.feed(body)
 
     def _delta(self, event: bytes) -> Delta | None:
         # The engine's own events have one line; the parser passes over the blank ones behind it.
@@ -64,15 +70,21 @@ class DeltaReader:
             return None
         choice = chunk["choices"][0]
         delta = choice.get("delta") or {}
-        calls = delta.get("tool_calls")
+        calls, finish_reason = delta.get("tool_calls"), choice.get("finish_reason")
         return Delta(
             delta.get("reasoning_content") or "",
             delta.get("content") or "",
             tuple(map(self._places.read, calls)) if calls else (),
-            choice.get("finish_reason"),
-            (chunk.get("__verbose") or {}).get("stopping_word") or None,
+            finish_reason,
+            _stopping_word(chunk, choice) if finish_reason else None,
             (choice.get("logprobs") or _NO_LOGPROBS).get("content") or (),
         )
+
+
+def _stopping_word(chunk: dict[str, Any], choice: dict[str, Any]) -> str | None:
+    """llama-server says it when it is asked to be verbose, vLLM by itself."""
+    word = (chunk.get("__verbose") or {}).get("stopping_word") or choice.get("stop_reason")
+    return word if isinstance(word, str) else None
 
 
 class _CallPlaces:

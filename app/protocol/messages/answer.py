@@ -19,6 +19,35 @@ from app.protocol.messages.document import (
 from app.protocol.usage import Usage
 
 
+class _Block:
+    """A block as far as it has come: its kind and the pieces of its text, for a call those of its arguments."""
+
+    def __init__(self, kind: str, place: int = -1) -> None:
+        self.kind = kind
+        self.place = place
+        self.id = ""
+        self.name = ""
+        self.pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it may stand in an answer that was cut off: any text may, a call only when it is whole."""
+        return self.kind != "tool_use" or is_whole(self.text)
+
+    def document(self, message_id: str) -> dict[str, Any]:
+        """The block in the message; raises UpstreamFailed for a call that cannot be made."""
+        if self.kind == "text":
+            return {"type": "text", "text": self.text}
+        if self.kind == "thinking":
+            return {"type": "thinking", "thinking": self.text, "signature": SIGNATURE}
+        identity = tool_use_id(self.id, message_id=message_id, place=self.place)
+        return {"type": "tool_use", "id": identity, "name": self.name, "input": parse_input(self.text)}
+
+
 class MessageAnswer:
     """An Answer: the same blocks that MessageStream writes, in one document."""
 
@@ -26,55 +55,49 @@ class MessageAnswer:
         self._stops = stops
         self._shows_thinking = shows_thinking
         self._reader = DeltaReader()
-        self._blocks: list[dict[str, Any]] = []
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._blocks: list[_Block] = []
+        self._calls: dict[int, _Block] = {}
         self._ending = Ending("end_turn")
 
     def feed(self, body: bytes) -> None:
         """Add what the engine sent; raises UpstreamFailed."""
         for delta in self._reader.read(body):
             if delta.reasoning:
-                block = self._enter({"type": "thinking", "thinking": "", "signature": SIGNATURE})
-                block["thinking"] += delta.reasoning if self._shows_thinking else ""
+                self._enter("thinking").append(delta.reasoning if self._shows_thinking else "")
             if delta.text:
-                self._enter({"type": "text", "text": ""})["text"] += delta.text
+                self._enter("text").append(delta.text)
             for call in delta.calls:
                 self._add_call(call)
             if delta.finish_reason:
                 self._ending = Ending.of(delta, self._stops, called=bool(self._calls))
 
     def body(self, usage: Usage) -> bytes:
-        """The message; raises UpstreamFailed for a call that cannot be made."""
-        message = message_document(identity=self._reader.id, model=self._reader.model)
-        message |= {"content": self._content(), "usage": usage_document(usage)}
+        """The message, without a call that was cut off, so that nobody makes it by mistake.
+
+        Raises UpstreamFailed for a call that cannot be made.
+        """
+        blocks = [block for block in self._blocks if not self._ending.is_cut or block.is_complete]
         return orjson.dumps(
-            message | {"stop_reason": self._ending.stop_reason, "stop_sequence": self._ending.stop_sequence}
+            message_document(identity=self._reader.id, model=self._reader.model)
+            | {
+                "content": [block.document(self._reader.id) for block in blocks],
+                "stop_reason": self._ending.stop_reason,
+                "stop_sequence": self._ending.stop_sequence,
+                "usage": usage_document(usage),
+            }
         )
 
-    def _enter(self, empty: dict[str, Any]) -> dict[str, Any]:
-        if not self._blocks or self._blocks[-1]["type"] != empty["type"]:
-            self._blocks.append(empty)
-        return self._blocks[-1]
+    def _enter(self, kind: str) -> list[str]:
+        """The pieces of a block of this kind, a new one unless one is under way."""
+        if not self._blocks or self._blocks[-1].kind != kind:
+            self._blocks.append(_Block(kind))
+        return self._blocks[-1].pieces
 
     def _add_call(self, delta: CallDelta) -> None:
         call = self._calls.get(delta.place)
         if call is None:
-            call = self._calls[delta.place] = {"type": "tool_use", "id": "", "name": "", "input": ""}
+            call = self._calls[delta.place] = _Block("tool_use", delta.place)
             self._blocks.append(call)
-        call["id"] = call["id"] or delta.id
-        call["name"] = call["name"] or delta.name
-        call["input"] += delta.arguments
-
-    def _content(self) -> list[dict[str, Any]]:
-        """The blocks; a call that was cut off is left out, so that nobody makes it by mistake."""
-        for place, call in self._calls.items():
-            call["id"] = tool_use_id(call["id"], message_id=self._reader.id, place=place)
-        return [_whole(block) for block in self._blocks if not self._ending.is_cut or _is_complete(block)]
-
-
-def _is_complete(block: dict[str, Any]) -> bool:
-    return block["type"] != "tool_use" or is_whole(block["input"])
-
-
-def _whole(block: dict[str, Any]) -> dict[str, Any]:
-    return block | {"input": parse_input(block["input"])} if block["type"] == "tool_use" else block
+        call.id = call.id or delta.id
+        call.name = call.name or delta.name
+        call.pieces.append(delta.arguments)

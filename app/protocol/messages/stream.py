@@ -78,12 +78,17 @@ class _Call:
     def __init__(self) -> None:
         self.id = ""
         self.name = ""
-        self.arguments = ""
+        self._parts: list[str] = []
+
+    @property
+    def arguments(self) -> str:
+        """All of them so far."""
+        return "".join(self._parts)
 
     def add(self, delta: CallDelta) -> None:
         self.id = self.id or delta.id
         self.name = self.name or delta.name
-        self.arguments += delta.arguments
+        self._parts.append(delta.arguments)
 
 
 class _Blocks:
