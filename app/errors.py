@@ -34,6 +34,7 @@ GatewayError                      500 server_error
     ├── AddressInUse              somebody else listens there
     ├── StorageError              a folder or disk that cannot be written
     ├── DemoFailed                the demo could not fetch or ask
+    ├── GatewaySilent             `top` found no gateway, or one that lets it see nothing
     └── DoesNotFit                exit code 3, with the numbers
         ├── ContextAboveTrained   more context than the model was trained for
         └── DeviceMissing         it must run on a device, and there is none that takes it
@@ -346,6 +347,10 @@ class StorageError(SetupError):
 
 class DemoFailed(SetupError):
     """The demo could not fetch its model or got no answer."""
+
+
+class GatewaySilent(SetupError):
+    """A running gateway was to be looked at, and is not there or does not let us."""
 
 
 class DoesNotFit(SetupError):

@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": "Show how a model would be placed on this machine, or on one that you describe.",
     "check-config": "Check a configuration and the headers of its models; exit code 0 when it can be served.",
     "keys": "API keys.",
+    "top": "Show models, memory, speed and queue of a running gateway, live.",
     "version": "Print the version.",
 }
 Command = Callable[..., None] | typer.Typer
