@@ -184,6 +184,8 @@ def sample(*names: str, busy: int = 0) -> Sample:
     models = tuple(
         ModelView(
             id=name,
+            kind="chat",
+            is_remote=False,
             aliases=(),
             state="ready",
             why="Serving.",

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from app.backends import Circuit
 from app.config import ModelCatalog
 from app.engine.process import State
 from app.engine.report import BufferKind, MeasuredBuffer, MeasuredMemory
 from app.events import Event, EventKind
 from app.gguf import read_header
 from app.hardware import Device, DeviceMemory, Machine
-from app.offload import OffloadPlan, Wish, plan_offload
+from app.offload import OffloadPlan, Reason, Wish, plan_offload
 from app.supervisor import Failure, ModelStatus
 from app.views.bars import pieces, rows
 from app.views.history import KEPT_SECONDS, History, Point, Totals, sums
@@ -192,6 +193,30 @@ def test_the_state_is_explained(demo_model: Path, tmp_path: Path, state: State, 
     found = why(status, last)
     assert found.text.startswith(text)
     assert "/srv" not in found.text
+
+
+def test_a_smaller_or_misplaced_plan_is_told(demo_model: Path, tmp_path: Path) -> None:
+    model = ModelCatalog(settings_for(demo_model, tmp_path, {"a": {}})).resolve("a")
+    plan = dataclasses.replace(plan_on(demo_model), steps=(Reason("batch", "256", "it ran out"),), degraded="secret")
+    found = why(ModelStatus(model, read_header(demo_model), State.READY, 512, 1, None, plan=plan), None).text
+    assert found.startswith("Serving by a smaller plan than at first: batch 256. Not all of it is where")
+    assert "secret" not in found
+
+
+@pytest.mark.parametrize(
+    ("state", "failure", "text"),
+    [
+        (State.READY, None, "Answered by another server."),
+        (State.FAILED, FAILURE, "The other server cannot be used: the device ran out of memory."),
+        (State.STARTING, None, "Its server has not been asked yet"),
+    ],
+)
+def test_a_model_elsewhere_is_explained(
+    demo_model: Path, tmp_path: Path, state: State, failure: Failure | None, text: str
+) -> None:
+    model = ModelCatalog(settings_for(demo_model, tmp_path, {"a": {}})).resolve("a")
+    status = ModelStatus(model, None, state, 512, 1, None, failure=failure, circuit=Circuit.CLOSED)
+    assert why(status, None).text.startswith(text)
 
 
 # --- snippets ---------------------------------------------------------------------------------------------------------

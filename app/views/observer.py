@@ -16,7 +16,7 @@ from app.events import Event
 from app.hardware import DeviceMemory
 from app.logs import redact
 from app.proxy import Phase, Progress
-from app.supervisor import Failure, ModelStatus
+from app.supervisor import ModelStatus
 from app.views.history import History, Point, Totals
 from app.views.memory_map import Place, Resident, memory_map
 from app.views.why import why
@@ -30,6 +30,8 @@ class ModelView:
     """One model as it is now; ``detail`` and ``key`` names of requests are for operators."""
 
     id: str
+    kind: str
+    is_remote: bool
     aliases: tuple[str, ...]
     state: str
     why: str
@@ -134,11 +136,13 @@ class Observer:
         summary = plan.summary() if plan is not None else None
         return ModelView(
             id=model.id,
+            kind=status.kind.value,
+            is_remote=status.circuit is not None,
             aliases=tuple(model.aliases),
             state=status.state.value,
             why=because.text,
             since=because.since,
-            detail=_detail(status.failure),
+            detail=_detail(status),
             is_pinned=model.pin,
             about=_about(status),
             placement=summary[1] if summary is not None else None,
@@ -180,10 +184,11 @@ class Observer:
         )
 
 
-def _detail(failure: Failure | None) -> str | None:
+def _detail(status: ModelStatus) -> str | None:
     """What an operator is told beyond what everybody is told."""
+    failure = status.failure
     if failure is None:
-        return None
+        return status.plan.degraded if status.plan is not None else None
     return redact(failure.reason.removeprefix(failure.public).lstrip(". ")) or None
 
 

@@ -22,12 +22,14 @@ class Why:
 
 def why(status: ModelStatus, last: Event | None) -> Why:
     """``last`` is the last thing that happened to the model."""
+    if status.circuit is not None:
+        return _elsewhere(status)
     if status.state is State.FAILED:
         return _failed(status, last)
     if status.state is State.STARTING:
         return _starting(last)
     if status.state is State.READY:
-        return Why("Serving.", None if last is None else last.at) if _loaded(last) else _ready(last)
+        return _ready(status, last)
     if status.state is State.STOPPING:
         return Why("Stopping.")
     if last is not None and last.kind in _ENDED:
@@ -35,13 +37,25 @@ def why(status: ModelStatus, last: Event | None) -> Why:
     return Why(_NEVER)
 
 
-def _loaded(last: Event | None) -> bool:
-    return last is not None and last.kind is EventKind.LOAD
+def _elsewhere(status: ModelStatus) -> Why:
+    if status.state is State.READY:
+        return Why("Answered by another server.")
+    if status.failure is not None:
+        return Why(f"The other server cannot be used: {status.failure.public.rstrip('.')}.")
+    return Why("Its server has not been asked yet; the first request does.")
 
 
-def _ready(last: Event | None) -> Why:
-    """It serves, and something else than its load happened last."""
-    return Why("Serving.") if last is None else Why(f"Serving. {last.message}", last.at)
+def _ready(status: ModelStatus, last: Event | None) -> Why:
+    """It serves; as planned at first or by a smaller plan, and perhaps something else than its load happened last."""
+    text = "Serving."
+    if status.plan is not None and status.plan.steps:
+        lowered = ", ".join(f"{step.setting} {step.value}" for step in status.plan.steps)
+        text = f"Serving by a smaller plan than at first: {lowered}."
+    if status.plan is not None and status.plan.degraded is not None:
+        text += " Not all of it is where it was planned, so it is slower than it should be."
+    if last is None:
+        return Why(text)
+    return Why(text if last.kind is EventKind.LOAD else f"{text} {last.message}", last.at)
 
 
 def _starting(last: Event | None) -> Why:

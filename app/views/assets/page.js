@@ -169,10 +169,18 @@ function order(ids) {
     models.get(id).remove();
     models.delete(id);
   }
-  if (ids.join("\n") === [...$("#chat-model").options].map((option) => option.value).join("\n")) return;
-  for (const id of ids) $("#models").append(models.get(id));
+  if (ids.join("\n") !== [...models.keys()].join("\n")) {
+    for (const id of ids) {
+      const card = models.get(id);
+      models.delete(id);
+      models.set(id, card);
+      $("#models").append(card);
+    }
+  }
+  const chatty = ids.filter((id) => $("h3", models.get(id)).dataset.kind === "chat");
+  if (chatty.join("\n") === [...$("#chat-model").options].map((option) => option.value).join("\n")) return;
   const chosen = $("#chat-model").value;
-  $("#chat-model").replaceChildren(...ids.map((id) => new Option(id, id, false, id === chosen)));
+  $("#chat-model").replaceChildren(...chatty.map((id) => new Option(id, id, false, id === chosen)));
 }
 
 // --- the key --------------------------------------------------------------------------------------------------------
