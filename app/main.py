@@ -68,7 +68,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         app.add_middleware(CaptureMiddleware, folder=gateway.observers.captures)
     app.add_middleware(TrailingSlashMiddleware)
     app.add_middleware(FrontDoorMiddleware, rules=gateway, metrics=gateway.metrics)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(RequestIdMiddleware, traces=gateway.settings.telemetry.otlp is not None)
     install_fault_handlers(app)
     return app
 

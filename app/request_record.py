@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from app.trace_context import TraceContext
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -35,12 +37,14 @@ class RequestRecord:
     prompt_tokens_per_second: float | None = None
     generation_tokens_per_second: float | None = None
     busy_slots: float = 1.0
+    trace: TraceContext | None = None
 
     def document(self) -> dict[str, Any]:
         """The record as JSON; times in milliseconds."""
         return {
             "at": round(self.ended_at, 3),
             "id": self.request_id,
+            "trace": None if self.trace is None else f"{self.trace.trace_id:032x}",
             "key": self.key,
             "model": self.model,
             "endpoint": self.endpoint,

@@ -89,7 +89,7 @@ class Reload:
         return "; ".join(parts) or "no model changed"
 
 
-_FIXED = ("engine", "images", "quota", "request_log", "state_dir")
+_FIXED = ("engine", "images", "quota", "request_log", "state_dir", "telemetry")
 _FIXED_OF_SERVER = ("host", "port", "tls_certificate", "tls_key")
 
 

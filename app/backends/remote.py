@@ -23,6 +23,7 @@ from app.errors import EngineGone, GatewayError, ModelFailed, UpstreamFailed, Up
 from app.protocol import Abilities, EventTooLong
 from app.protocol.sse import SSESplitter
 from app.tokens import TokenCounter
+from app.trace_context import outgoing_headers
 
 # What llama-server alone understands; other servers refuse unknown names.
 _LLAMA_ONLY = ("return_progress", "id_slot", "verbose", "thinking_budget_tokens")
@@ -155,7 +156,10 @@ class RemoteBackend:
             )
         with self._watched(is_request=True):
             response = await self._session.post(
-                self._url("chat/completions"), data=self._its_words(body), allow_redirects=False
+                self._url("chat/completions"),
+                data=self._its_words(body),
+                headers=outgoing_headers(),
+                allow_redirects=False,
             )
             try:
                 if response.status != 200:

@@ -17,6 +17,7 @@ from app.config.settings import (
     RequestLogConfig,
     ServerConfig,
     Settings,
+    TelemetryConfig,
 )
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "RequestLogConfig",
     "ServerConfig",
     "Settings",
+    "TelemetryConfig",
     "load_settings",
 ]

@@ -248,6 +248,14 @@ class RequestLogConfig(_Section):
         return self.file == Path("stdout")
 
 
+class TelemetryConfig(_Section):
+    """Where traces and metrics go by OTLP over HTTP; nowhere without an address."""
+
+    otlp: Annotated[str | None, Field(pattern=r"^https?://\S+$")] = None
+    traces: bool = True
+    metrics: bool = True
+
+
 class KeyConfig(_Section):
     """One API key: its hash only, the models that it may use, and how much of them."""
 
@@ -292,6 +300,7 @@ class Settings(BaseSettings):
     quota: QuotaConfig = QuotaConfig()
     images: ImageConfig = ImageConfig()
     request_log: RequestLogConfig = RequestLogConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     state_dir: Path = Path("state")
 
     @classmethod

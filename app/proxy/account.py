@@ -10,6 +10,7 @@ from app.logs import request_id
 from app.metrics import Metrics, ModelMeters
 from app.protocol import UsageMeter
 from app.request_record import Observer, RequestRecord
+from app.trace_context import trace_context
 
 
 class Account:
@@ -94,6 +95,7 @@ class Account:
             None if timings is None else timings.prompt_tokens_per_second,
             None if timings is None else timings.generation_tokens_per_second,
             self.busy_slots,
+            trace_context.get(),
         )
 
     def _count_tokens(self, meters: ModelMeters, record: RequestRecord) -> None:
