@@ -152,9 +152,7 @@ def _each_message(param: str, *messages: Any, before: tuple[Any, ...] = ()) -> _
 
 _TOO_MANY = [USER] * 4097
 _NO_TOKENS: tuple[Any, ...] = (0, -1, -5, 1.9, 1.0, "3", True, 4294967298, 1 << 31, 1 << 63, [], {})
-_NO_TEXT = (
-    *("hi", {"type": "text"}, {"type": "text", "text": 5}, {"type": "file", "file": {}}),
-)
+_NO_TEXT = (*("hi", {"type": "text"}, {"type": "text", "text": 5}, {"type": "file", "file": {}}),)
 _NO_URL = (*({"url": url} for url in ("file:///etc/passwd", "x.png", 5, None)), {}, "x")
 _NO_AUDIO = ({"data": 5, "format": "wav"}, {"data": ""}, {"data": "", "format": "exe"}, {}, "x")
 _ABSENT = {"type": "function", "function": {"name": "absent"}}

@@ -170,20 +170,76 @@ async def test_a_stop_between_two_tries_leaves_nothing(fake: EngineBinary, mixtu
                 os.kill(pid, 0)
 
 
-async def test_killed_for_memory_in_mid_answer_comes_back_smaller(fake: EngineBinary, mixture: Path) -> None:
+async def dies_and_comes_back(fleet: Fleet, number: signal.Signals) -> Cause:
+    """End the ready engine, wait for its successor; the cause that was seen."""
+    model = fleet.model("a")
+    first = await fleet.supervisor.ready(model)
+    assert isinstance(first, LocalBackend)
+    assert first.process.pid is not None
+    os.kill(first.process.pid, number)
+    cause = (await first.wait_exit()).cause
+    async with asyncio.timeout(15):
+        while fleet.supervisor.backend(model) in {None, first}:
+            await asyncio.sleep(0.01)
+    return cause
+
+
+async def test_out_of_device_memory_in_mid_answer_comes_back_smaller(fake: EngineBinary, mixture: Path) -> None:
     async with fleet_of(fake, mixture, {"a": MODEL}, **options(Card(FREE_MIB))) as fleet:
         fleet.switch("a", log_lines=["alloc_tensor_range: failed to allocate CUDA0 buffer of size 1"])
-        first = await fleet.supervisor.ready(fleet.model("a"))
-        fleet.switch("a")
-        assert first.process.pid is not None
-        os.kill(first.process.pid, signal.SIGABRT)
-        assert (await first.wait_exit()).cause is Cause.OUT_OF_DEVICE_MEMORY
-        async with asyncio.timeout(10):
-            while fleet.supervisor.backend(fleet.model("a")) in {None, first}:
-                await asyncio.sleep(0.01)
+        assert await dies_and_comes_back(fleet, signal.SIGABRT) is Cause.OUT_OF_DEVICE_MEMORY
         assert placement_of(fleet) == (13, 4, 256)
         assert fleet.count("engine_restarts_total", model="a", cause="out_of_device_memory") == 1
         assert fleet.count("plan_step_downs_total", model="a") == 1
+
+
+async def test_row_24_out_of_ram_in_mid_answer_gives_back_what_the_kernel_could_not_take(
+    fake: EngineBinary, mixture: Path
+) -> None:
+    async with fleet_of(fake, mixture, {"a": MODEL}, **options(Card(FREE_MIB))) as fleet:
+        fleet.switch("a", log_lines=["terminate called after throwing an instance of 'std::bad_alloc'"])
+        assert await dies_and_comes_back(fleet, signal.SIGABRT) is Cause.KILLED_FOR_MEMORY
+        plan = fleet.supervisor.status(fleet.model("a")).plan
+        assert plan is not None
+        (step,) = plan.steps
+        assert (step.setting, step.value) == ("load_mode", "mmap")
+        # The card has nothing to do with it.
+        assert placement_of(fleet) == (13, 4, 512)
+
+
+async def test_after_a_crash_the_steps_are_not_gone_down_again(fake: EngineBinary, mixture: Path) -> None:
+    async with fleet_of(fake, mixture, {"a": MODEL}, **options(Card(FREE_MIB))) as fleet:
+        fleet.switch("a", no_memory_for=["--ubatch-size 512"])
+        assert await dies_and_comes_back(fleet, signal.SIGSEGV) is Cause.CRASH
+        assert fleet.starts() == ["a"] * 3
+        assert placement_of(fleet) == (13, 4, 256)
+        assert fleet.count("plan_step_downs_total", model="a") == 1
+
+
+async def test_what_a_load_really_took_is_known_at_the_next(fake: EngineBinary, mixture: Path, tmp_path: Path) -> None:
+    """An engine that cannot be asked: its buffers correct the formulas, and the next plan is made with that."""
+    learned = {**options(Card(FREE_MIB)), "learned": tmp_path / "learned.json"}
+    async with fleet_of(fake, mixture, {"a": MODEL}, **learned) as fleet:
+        planned = (await fleet.supervisor.plan(fleet.model("a"))).memory.devices[0]
+        sizes = {
+            "load_tensors: CUDA0 model": planned.weights_bytes + planned.experts_bytes,
+            "llama_kv_cache: CUDA0 KV": 2 * planned.kv_cache_bytes,
+            "sched_reserve: CUDA0 compute": planned.compute_bytes,
+        }
+        fleet.switch("a", log_lines=[f"{what} buffer size = {size / MIB:.2f} MiB" for what, size in sizes.items()])
+        await fleet.supervisor.ready(fleet.model("a"))
+        assert placement_of(fleet) == (13, 4, 512)
+        fleet.supervisor.unload(fleet.model("a"))
+        async with asyncio.timeout(10):
+            while fleet.state("a") != "stopped":
+                await asyncio.sleep(0.01)
+        await fleet.supervisor.ready(fleet.model("a"))
+        # Twice the cache leaves room for the experts of fewer layers; no try was wasted on finding out.
+        assert placement_of(fleet)[1] > 4
+        assert len(fleet.starts()) == 2
+        plan = fleet.supervisor.status(fleet.model("a")).plan
+        assert plan is not None
+        assert "caches x2.00" in {reason.setting: reason.value for reason in plan.reasons}["correction"]
 
 
 # --- who else takes memory, on a clock of its own ---------------------------------------------------------------------
@@ -211,7 +267,7 @@ class Crowded(SimulatedEngine):
 
 
 async def beside_another_program(model: Path, *, comes_back: bool) -> list[OffloadPlan]:
-    """The plans that were tried when another program takes 200 MiB between the plan and the load."""
+    """Row 26: the plans that were tried when another program takes 200 MiB between the plan and the load."""
     card, world, plans = Card(FREE_MIB), Roomy(), list[OffloadPlan]()
     crowd = type("Crowd", (Crowded,), {"card": card, "plans": plans})
     settings = settings_for(model, Path("state"), {"a": MODEL}, memory={"vram_reserve": 0})
