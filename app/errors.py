@@ -112,20 +112,28 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
     def __init__(
-        self, *, prompt_tokens: int, max_tokens: int | None, context_tokens: int, at_least: bool = False
+        self,
+        *,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        context_tokens: int,
+        at_least: bool = False,
+        field: str = "messages",
+        is_answered: bool = True,
     ) -> None:
         about = "at least " if at_least else ""
         if max_tokens is None:
-            asked = f"your messages resulted in {about}{prompt_tokens} tokens, which leaves no room for an answer"
+            asked = f"your {field} resulted in {about}{prompt_tokens} tokens"
+            asked += ", which leaves no room for an answer" if is_answered else ""
         else:
             asked = (
                 f"you requested {about}{prompt_tokens + max_tokens} tokens "
-                f"({about}{prompt_tokens} in the messages, {max_tokens} in the completion)"
+                f"({about}{prompt_tokens} in the {field}, {max_tokens} in the completion)"
             )
         super().__init__(
             f"This model's maximum context length is {context_tokens} tokens. However, {asked}. "
-            "Please reduce the length of the messages or completion.",
-            param="messages",
+            f"Please reduce the length of the {field}{' or completion' if is_answered else ''}.",
+            param=field,
         )
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens

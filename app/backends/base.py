@@ -9,6 +9,8 @@ from typing import Protocol
 from app.protocol import Abilities
 from app.tokens import TokenCounter
 
+CHAT_ROUTE = "/v1/chat/completions"
+
 
 class Reply(Protocol):
     """An answer that has begun."""
@@ -18,7 +20,7 @@ class Reply(Protocol):
 
 
 class Backend(Protocol):
-    """Answers chat requests, ``slots`` at a time."""
+    """Answers requests for text, ``slots`` at a time."""
 
     @property
     def slots(self) -> int:
@@ -36,8 +38,8 @@ class Backend(Protocol):
     def chooses_slots(self) -> bool:
         """Whether it knows better than we which of its slots holds a conversation."""
 
-    def open(self, body: bytes) -> AbstractAsyncContextManager[Reply]:
-        """Start an answer; leaving the context lets go of it at once.
+    def open(self, body: bytes, route: str = CHAT_ROUTE) -> AbstractAsyncContextManager[Reply]:
+        """Start an answer of the engine's ``route``, always a stream; leaving the context lets go of it at once.
 
         Raises a RequestError for what the engine refuses, UpstreamFailed when it dies or breaks off.
         """

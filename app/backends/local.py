@@ -18,6 +18,7 @@ import orjson
 from yarl import URL
 
 from app.backends.abilities import learn_abilities
+from app.backends.base import CHAT_ROUTE
 from app.backends.conversations import Conversations
 from app.backends.faults import engine_fault
 from app.backends.liveness import Flight, Liveness, Patience
@@ -168,11 +169,11 @@ class LocalBackend:
             self.endpoint.socket.unlink(missing_ok=True)
 
     @asynccontextmanager
-    async def open(self, body: bytes) -> AsyncIterator[_EngineReply]:
-        """Start a chat answer; leaving the context closes the engine's socket, which frees the slot."""
+    async def open(self, body: bytes, route: str = CHAT_ROUTE) -> AsyncIterator[_EngineReply]:
+        """Start an answer; leaving the context closes the engine's socket, which frees the slot."""
         try:
             with self._liveness.flight() as flight:
-                response = await self._post("/v1/chat/completions", body)
+                response = await self._post(route, body)
                 try:
                     if response.status != 200:
                         raise engine_fault(response.status, await response.read())
@@ -279,7 +280,9 @@ class LocalBackend:
             models = await self._ask("/v1/models")
             self.slots = int(properties["total_slots"])
             context_tokens = int(properties["default_generation_settings"]["n_ctx"])
-            vocabulary_type = int(models["data"][0]["meta"].get("vocab_type") or 0)
+            meta = models["data"][0]["meta"]
+            vocabulary_type = int(meta.get("vocab_type") or 0)
+            vocabulary_size = int(meta.get("n_vocab") or 0) or None
         except (_RouteMissingError, KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineUnusable(
                 f"This llama-server does not tell its limits ({error!r}); use a build of 2026 or later."
@@ -288,6 +291,7 @@ class LocalBackend:
             self,
             context_tokens=context_tokens,
             vocabulary_type=vocabulary_type,
+            vocabulary_size=vocabulary_size,
             pre_tokenizer=str(self.plan.model.metadata.get("tokenizer.ggml.pre") or ""),
             vocabulary=await asyncio.to_thread(read_vocabulary, self.plan.model.path),
         )

@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
+from app.backends.base import CHAT_ROUTE
 from app.backends.breaker import Breaker, BreakerRules, Circuit
 from app.backends.remote_counting import new_counter
 from app.backends.remote_faults import is_its_fault, remote_fault
@@ -144,8 +145,8 @@ class RemoteBackend:
         await self._session.close()
 
     @asynccontextmanager
-    async def open(self, body: bytes) -> AsyncIterator[_RemoteReply]:
-        """Start a chat answer; leaving the context closes the connection, by which the server notices.
+    async def open(self, body: bytes, route: str = CHAT_ROUTE) -> AsyncIterator[_RemoteReply]:
+        """Start an answer; leaving the context closes the connection, by which the server notices.
 
         Raises ModelFailed while it is not worth asking, else what it says, or UpstreamFailed when it breaks off.
         """
@@ -156,7 +157,7 @@ class RemoteBackend:
             )
         with self._watched(is_request=True):
             response = await self._session.post(
-                self._url("chat/completions"),
+                self._url(route.removeprefix("/v1/")),
                 data=self._its_words(body),
                 headers=outgoing_headers(),
                 allow_redirects=False,

@@ -46,9 +46,9 @@ class RemoteCount:
         answer = await self._server.ask("apply-template", {"messages": list(messages)}, at_root=True)
         return str(answer["prompt"])
 
-    async def tokenize(self, text: str) -> int:
-        """Tokens of a plain text, without BOS."""
-        return await self._tokens(text, special=False)
+    async def tokenize(self, text: str, *, special: bool = False) -> int:
+        """Tokens of a text; with ``special`` BOS and EOS too."""
+        return await self._tokens(text, special=special)
 
     async def _by_input_tokens(self, document: dict[str, Any]) -> int:
         answer = await self._server.ask("chat/completions/input_tokens", document)

@@ -2,10 +2,13 @@
 
 from app.protocol.abilities import Abilities
 from app.protocol.answer import ChatAnswer
-from app.protocol.ask import Answer, Ask, ChatStream, StreamRendering, ask_chat, error_event
+from app.protocol.ask import Answer, Ask, ChatStream, StreamRendering, TextRequest, ask_chat, error_event
 from app.protocol.chat import ChatRequest, chat_request, parse_chat_request
 from app.protocol.checked import checked
+from app.protocol.completion import CompletionRequest, parse_completion_request
+from app.protocol.completion_answer import CompletionAnswer, CompletionStream, ask_completion
 from app.protocol.delta import CallDelta, Delta, DeltaReader
+from app.protocol.prompts import Prompt, prompts_of
 from app.protocol.sse import EventTooLong, SSESplitter, event_data
 from app.protocol.usage import Timings, Usage, UsageMeter
 
@@ -17,18 +20,26 @@ __all__ = [
     "ChatAnswer",
     "ChatRequest",
     "ChatStream",
+    "CompletionAnswer",
+    "CompletionRequest",
+    "CompletionStream",
     "Delta",
     "DeltaReader",
     "EventTooLong",
+    "Prompt",
     "SSESplitter",
     "StreamRendering",
+    "TextRequest",
     "Timings",
     "Usage",
     "UsageMeter",
     "ask_chat",
+    "ask_completion",
     "chat_request",
     "checked",
     "error_event",
     "event_data",
     "parse_chat_request",
+    "parse_completion_request",
+    "prompts_of",
 ]

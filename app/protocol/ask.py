@@ -11,7 +11,11 @@ import orjson
 from app.errors import GatewayError
 from app.protocol.answer import ChatAnswer
 from app.protocol.chat import ChatRequest
+from app.protocol.completion import CompletionRequest
 from app.protocol.usage import Usage
+
+TextRequest = ChatRequest | CompletionRequest
+"""What is answered with generated text."""
 
 
 class StreamRendering(Protocol):
@@ -44,7 +48,7 @@ class Ask:
     With ``exact`` that number is the engine's own count, never a bound.
     """
 
-    request: ChatRequest
+    request: TextRequest
     endpoint: str
     new_stream: Callable[[int], StreamRendering]
     new_answer: Callable[[int], Answer]

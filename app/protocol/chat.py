@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 
@@ -12,7 +12,7 @@ from app.errors import InvalidValue
 from app.protocol.abilities import Abilities, Headers, require_media, with_one_system_message, with_tools_looked_at
 from app.protocol.conversation import conversation, media_of
 from app.protocol.expectation import NOTHING, Expectation, expectation
-from app.protocol.fields import MAX_INTEGER, boolean, check_size, integer, model_name, parse_object
+from app.protocol.fields import MAX_INTEGER, boolean, check_size, include_usage, integer, model_name, parse_object
 from app.protocol.steering import check_numbers, check_shapes, with_named_tool
 
 # What goes down to the engine besides messages, stream and the token limit. Every other name is dropped: llama-server
@@ -62,6 +62,8 @@ _RENDERED_FIELDS = frozenset({"tools", "tool_choice", "response_format", "chat_t
 class ChatRequest:
     """One parsed request; ``max_tokens`` is None when the client set no limit."""
 
+    route: ClassVar[str] = "/v1/chat/completions"
+
     model: str
     messages: list[dict[str, Any]]
     stream: bool
@@ -96,6 +98,10 @@ class ChatRequest:
         fields, notes = with_tools_looked_at(self.fields, abilities)
         messages = self.messages if abilities.late_system else with_one_system_message(self.messages)
         return replace(self, fields=fields, messages=messages), notes
+
+    def slots_at_once(self, capacity: int) -> int:
+        """Slots that it needs at the same time, whatever the ``capacity``: the choices share the prompt."""
+        return self.choices
 
     def counting_body(self) -> bytes:
         """What the engine needs to render and count the prompt."""
@@ -140,7 +146,7 @@ def chat_request(document: Mapping[str, Any]) -> ChatRequest:
         messages=messages,
         media=media_of(messages),
         stream=stream,
-        include_usage=stream and _include_usage(document),
+        include_usage=stream and include_usage(document),
         max_tokens=_max_tokens(document),
         choices=fields.get("n", 1),
         fields=fields,
@@ -152,15 +158,6 @@ def _check_replaced(document: Mapping[str, Any]) -> None:
     for old, new in (("functions", "tools"), ("function_call", "tool_choice")):
         if document.get(old) is not None:
             raise InvalidValue(f"'{old}' is not supported; use '{new}'.", param=old)
-
-
-def _include_usage(document: Mapping[str, Any]) -> bool:
-    options = document.get("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict):
-        raise InvalidValue("'stream_options' must be an object.", param="stream_options")
-    return boolean(options, "include_usage")
 
 
 def _max_tokens(document: Mapping[str, Any]) -> int | None:

@@ -60,6 +60,16 @@ def boolean(document: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def include_usage(document: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with a usage chunk; raises InvalidValue."""
+    options = document.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise InvalidValue("'stream_options' must be an object.", param="stream_options")
+    return boolean(options, "include_usage")
+
+
 def integer(document: Mapping[str, Any], name: str, *, low: int, high: int) -> int | None:
     """An integer from ``low`` to ``high``, None when absent; raises InvalidValue."""
     value = document.get(name)

@@ -52,6 +52,14 @@ class Usage:
             cached_tokens=max(self.cached_tokens, other.cached_tokens),
         )
 
+    def plus_prompt(self, other: Usage) -> Usage:
+        """The usage of two prompts of one request."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            completion_tokens=self.completion_tokens + other.completion_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+        )
+
     def document(self) -> dict[str, Any]:
         """OpenAI's ``usage`` object."""
         return {
@@ -85,16 +93,22 @@ class Timings:
 
 
 class UsageMeter:
-    """Watches one chat stream and says what of it the client gets.
+    """Watches one stream of chunks and says what of it the client gets.
 
     Everything goes through unchanged but the progress of the prompt, which we asked for, and the usage chunks: they
     are ours unless the client asked for them, and with several choices the engine sends one per choice where OpenAI's
-    API has a single one before ``[DONE]``.
+    API has a single one before ``[DONE]``. Of text completions each choice's usage is in the chunk that ends it.
+
+    ``choices`` counts the answers to all of ``prompts``; ``has_roles`` says that each begins with its role.
     """
 
-    def __init__(self, *, keep_usage: bool, choices: int = 1) -> None:
+    def __init__(self, *, keep_usage: bool, choices: int = 1, prompts: int = 1, has_roles: bool = True) -> None:
         self._keep_usage = keep_usage
         self._choices = choices
+        self._prompts = prompts
+        self._opening_events = choices if has_roles else 0
+        # Several usages become one before the end.
+        self._is_merging = choices > 1
         self._splitter = SSESplitter()
         self._last_usage: dict[str, Any] | None = None
         self.events = 0
@@ -102,7 +116,8 @@ class UsageMeter:
         self.timings: Timings | None = None
         self.finished = 0
         self.done = False
-        self._processed_tokens = 0
+        # Of each choice: one prompt has several, several prompts have one each.
+        self._processed_tokens: dict[int, int] = {}
         self._reused_tokens = 0
         self.error: dict[str, Any] | None = None
 
@@ -114,7 +129,9 @@ class UsageMeter:
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens processed or reused so far: the engine's count at the end, its progress before."""
-        return self.usage.prompt_tokens if self.usage is not None else self._processed_tokens
+        if self._prompts > 1:
+            return sum(self._processed_tokens.values())
+        return self.usage.prompt_tokens if self.usage is not None else max(self._processed_tokens.values(), default=0)
 
     @property
     def cached_tokens(self) -> int:
@@ -123,8 +140,13 @@ class UsageMeter:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens generated: the engine's count, else one per event that passed (the first carries the role only)."""
-        return self.usage.completion_tokens if self.usage is not None else max(0, self.events - self._choices)
+        """Tokens generated: the engine's count, else one per event that passed (but for that of the role)."""
+        passed = max(0, self.events - self._opening_events)
+        if self.usage is None:
+            return passed
+        counted = self.usage.completion_tokens
+        # The usage of some choices may have come before that of the others.
+        return counted if self.finished >= self._choices else max(counted, passed)
 
     def feed(self, chunk: bytes) -> bytes:
         """What of ``chunk`` goes to the client now; raises EventTooLong."""
@@ -163,7 +185,7 @@ class UsageMeter:
         if "prompt_progress" in chunk:
             # We ask for these so that the engine writes, and notices a client that left, during a long prompt.
             progress = chunk["prompt_progress"]
-            self._processed_tokens = max(self._processed_tokens, int(progress["processed"]))
+            self._note_processed(chunk, int(progress["processed"]))
             self._reused_tokens = int(progress.get("cache") or 0)
             return b""
         choices = chunk.get("choices") or []
@@ -175,17 +197,31 @@ class UsageMeter:
 
     def _take_usage(self, event: bytes, chunk: dict[str, Any], *, is_only_usage: bool) -> bytes:
         usage = Usage.read(chunk["usage"])
-        self.usage = usage if self.usage is None else self.usage.plus_choice(usage)
+        if self.usage is None:
+            self.usage = usage
+        else:
+            self.usage = self.usage.plus_choice(usage) if self._prompts == 1 else self.usage.plus_prompt(usage)
         if chunk.get("timings"):
             self.timings = Timings.read(chunk["timings"])
         if not is_only_usage:
-            return event
+            self._note_processed(chunk, usage.prompt_tokens)
+            self._is_merging, self._last_usage = True, chunk | {"choices": []}
+            return _event({key: value for key, value in chunk.items() if key not in ("usage", "timings")})
         self._last_usage = chunk
-        return event if self._keep_usage and self._choices == 1 else b""
+        return b"" if self._is_merging or not self._keep_usage else event
+
+    def _note_processed(self, chunk: Mapping[str, Any], tokens: int) -> None:
+        for choice in chunk.get("choices") or ({"index": 0},):
+            index = int(choice.get("index") or 0)
+            self._processed_tokens[index] = max(tokens, self._processed_tokens.get(index, 0))
 
     def _merged_usage(self) -> bytes:
-        """The single usage chunk of an answer with several choices."""
-        if not self._keep_usage or self._choices == 1 or self._last_usage is None or self.usage is None:
+        """The single usage chunk, where the engine did not send one by itself."""
+        if not self._keep_usage or not self._is_merging or self._last_usage is None or self.usage is None:
             return b""
         chunk = {key: value for key, value in self._last_usage.items() if key != "timings"}
-        return b"data: " + orjson.dumps(chunk | {"usage": self.usage.document()}) + b"\n\n"
+        return _event(chunk | {"usage": self.usage.document()})
+
+
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"

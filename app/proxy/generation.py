@@ -11,7 +11,7 @@ from app.backends import Backend, Reply
 from app.backends.faults import fault_of
 from app.config import ModelConfig
 from app.errors import EngineGone, GatewayError, UpstreamFailed
-from app.protocol import Answer, Ask, EventTooLong, StreamRendering, Usage, UsageMeter
+from app.protocol import Answer, Ask, ChatRequest, EventTooLong, StreamRendering, Usage, UsageMeter
 from app.proxy.account import Account
 from app.proxy.outlet import Headers, Outlet
 from app.proxy.parts import Parts
@@ -56,7 +56,7 @@ class Generation:
     async def run(self, outlet: Outlet) -> None:
         """Admit, reserve, wait for a slot, answer; raises GatewayError."""
         model, key, parts = self._model, self._key, self._parts
-        if self._request.media:
+        if isinstance(self._request, ChatRequest) and self._request.media:
             self._request = await parts.images.inlined(self._request)
         admission, slots = await self._once_more(self._count)
         # In the queue the model is not in use: another one's turn may come between.
@@ -67,7 +67,7 @@ class Generation:
                 key=key.name,
                 capacity=slots,
                 max_queue=model.max_queue,
-                slots=self._request.choices,
+                slots=self._request.slots_at_once(slots),
                 demand=self._demand(admission),
                 rules=_rules(model),
             ) as self._lease,
@@ -77,7 +77,8 @@ class Generation:
             try:
                 await self._once_more(lambda: self._answer(admission, outlet))
             finally:
-                self._settle(admission, seconds=(time.monotonic() - granted) * self._request.choices / slots)
+                share = self._request.slots_at_once(slots) / slots
+                self._settle(admission, seconds=(time.monotonic() - granted) * share)
 
     def silence_headers(self) -> Headers | None:
         """The head of the stream while nothing of the answer has gone out."""
@@ -169,14 +170,18 @@ class Generation:
             with self._parts.affinities.slot(backend, request.messages, slots=slots) as slot:
                 body = request.engine_body(max_tokens=admission.max_tokens, slot=slot)
                 self._account.sent()
-                async with backend.open(body) as reply:
+                async with backend.open(body, request.route) as reply:
                     if request.stream:
                         await self._relay(reply, outlet, self._new_rendering(admission))
                     else:
                         await self._aggregate(reply, outlet, self._ask.new_answer(admission.prompt_tokens))
 
     def _new_meter(self) -> UsageMeter:
-        return UsageMeter(keep_usage=self._request.include_usage, choices=self._request.choices)
+        request = self._request
+        if isinstance(request, ChatRequest):
+            return UsageMeter(keep_usage=request.include_usage, choices=request.choices)
+        prompts = len(request.prompts)
+        return UsageMeter(keep_usage=request.include_usage, choices=request.choices, prompts=prompts, has_roles=False)
 
     def _new_rendering(self, admission: Admission) -> StreamRendering:
         self._rendering = self._ask.new_stream(admission.prompt_tokens)

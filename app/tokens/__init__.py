@@ -5,6 +5,7 @@ from app.tokens.bounds import VocabularyBound, vocabulary_bound
 from app.tokens.counter import TokenCounter, learn_counter
 from app.tokens.estimate import BY_LETTERS, Estimator, PromptEstimate, by_vocabulary
 from app.tokens.fragments import FragmentCounts, calibrate_fragments
+from app.tokens.prompts import PromptSizes, Sizes
 from app.tokens.source import CountSource, RenderSource
 from app.tokens.template import TemplateBound, calibrate_template
 from app.tokens.trimming import droppable
@@ -18,7 +19,9 @@ __all__ = [
     "FragmentCounts",
     "Overflow",
     "PromptEstimate",
+    "PromptSizes",
     "RenderSource",
+    "Sizes",
     "TemplateBound",
     "TokenCounter",
     "Vocabulary",

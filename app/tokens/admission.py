@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from app.protocol import ChatRequest
+from app.protocol import TextRequest
 from app.tokens.trimming import ranges
 
 # Above this part of the context the client is told that it is running out.
@@ -25,6 +25,7 @@ class Admission:
     """A request that fits: its prompt in tokens (exact, or at most so many) and the limit that goes to the engine.
 
     ``request`` is what is to be sent: without the messages ``dropped``, if any had to go.
+    ``longest_tokens`` is the longest of several prompts, each of which has a context of its own.
     """
 
     prompt_tokens: int
@@ -32,9 +33,10 @@ class Admission:
     max_tokens: int
     clamped: bool
     context_tokens: int
-    request: ChatRequest
+    request: TextRequest
     dropped: tuple[int, ...] = ()
     is_estimate: bool = False
+    longest_tokens: int | None = None
 
     @property
     def answer_tokens(self) -> int:
@@ -51,7 +53,7 @@ class Admission:
 
         ``estimate``: nobody could count; the number is a guess with its margin.
         """
-        prompt, limit = self.prompt_tokens, self.context_tokens
+        prompt, limit = self.longest_tokens or self.prompt_tokens, self.context_tokens
         headers = [
             (b"x-context-limit", b"%d" % limit),
             (b"x-context-prompt-tokens", b"%d" % prompt),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from app.errors import ContextLengthExceeded, CountingTimedOut, InvalidValue
-from app.protocol import ChatRequest
+from app.protocol import ChatRequest, CompletionRequest, Prompt, TextRequest
 from app.tokens.admission import WARN_ABOVE, Admission, Overflow
 from app.tokens.bounds import VocabularyBound, vocabulary_bound
 from app.tokens.fragments import FragmentCounts, calibrate_fragments
+from app.tokens.prompts import PromptSizes, Sizes
 from app.tokens.source import CountSource, RenderSource
 from app.tokens.template import TemplateBound, calibrate_template
 from app.tokens.trimming import droppable, without
@@ -50,6 +51,7 @@ class TokenCounter:
         longest_token_bytes: int | None = None,
         fragments: FragmentCounts | None = None,
         is_estimate: bool = False,
+        vocabulary_size: int | None = None,
     ) -> None:
         self.context_tokens = context_tokens
         self.is_estimate = is_estimate
@@ -59,6 +61,7 @@ class TokenCounter:
         self._rendering = rendering
         self._longest_token_bytes = longest_token_bytes
         self._fragments = fragments
+        self._prompts = PromptSizes(source, vocabulary=vocabulary, vocabulary_size=vocabulary_size)
         self._counting = asyncio.Semaphore(_COUNTS_AT_ONCE)
 
     def bound(self, request: ChatRequest) -> int | None:
@@ -82,7 +85,7 @@ class TokenCounter:
 
     async def admit(
         self,
-        request: ChatRequest,
+        request: TextRequest,
         *,
         default_max_tokens: int,
         clamp: bool = False,
@@ -105,11 +108,40 @@ class TokenCounter:
                 )
             answer = ceiling_tokens
         wish = _Wish(answer, request.max_tokens is not None, overflow, exact)
-        admission = await self._admit(request, wish)
+        if isinstance(request, ChatRequest):
+            admission = await self._admit(request, wish)
+        else:
+            admission = await self._admit_prompts(request, wish)
         if self.is_estimate:
             admission = replace(admission, exact=False, is_estimate=True)
         shortened = request.max_tokens is not None and admission.max_tokens < request.max_tokens
         return replace(admission, clamped=True) if shortened else admission
+
+    async def sizes(self, prompts: Sequence[Prompt], *, field: str, exact: bool = False) -> Sizes:
+        """Tokens of texts that want no answer, each of which may fill a context.
+
+        Raises InvalidValue for a token that the model does not have, ContextLengthExceeded for what does not fit.
+        """
+        sizes = await self._prompt_sizes(prompts, _Wish(0, False, Overflow.REJECT, exact), field=field)
+        if sizes.longest > self.context_tokens:
+            raise self._too_long(sizes.longest, None, field=field, is_answered=False)
+        return sizes
+
+    async def _admit_prompts(self, request: CompletionRequest, wish: _Wish) -> Admission:
+        """Each prompt has a context of its own, all of them are paid for."""
+        sizes = await self._prompt_sizes(request.prompts, wish, field="prompt")
+        admission = self._verdict(request, wish, sizes.longest, is_exact=sizes.exact)
+        return replace(admission, prompt_tokens=sizes.total, longest_tokens=sizes.longest)
+
+    async def _prompt_sizes(self, prompts: Sequence[Prompt], wish: _Wish, *, field: str) -> Sizes:
+        self._prompts.check(prompts, field=field)
+        bound = self._prompts.bound(prompts)
+        if bound is not None and (bound.exact or self._settles(bound.longest, wish)):
+            return bound
+        size = max(len(prompt.encode()) for prompt in prompts if isinstance(prompt, str))
+        self._refuse_by_size(size, max_tokens=None, field=field)
+        async with self._in_time():
+            return await self._prompts.count(prompts)
 
     async def _admit(self, request: ChatRequest, wish: _Wish) -> Admission:
         bound = self.bound(request)
@@ -135,30 +167,39 @@ class TokenCounter:
         bound = self._vocabulary.tokens(size)
         if self._settles(bound, wish):
             return bound, False
-        if self._longest_token_bytes is not None:
-            least = -(-size // self._longest_token_bytes)
-            if least >= self.context_tokens:
-                raise ContextLengthExceeded(
-                    prompt_tokens=least,
-                    max_tokens=request.max_tokens,
-                    context_tokens=self.context_tokens,
-                    at_least=True,
-                )
+        self._refuse_by_size(size, max_tokens=request.max_tokens, field="messages")
         if self._fragments is None:
             return await self.exact(request), True
         async with self._in_time():
             return await self._fragments.count(rendered), True
 
-    def _verdict(self, request: ChatRequest, wish: _Wish, prompt: int, *, is_exact: bool) -> Admission:
+    def _refuse_by_size(self, size_bytes: int, *, max_tokens: int | None, field: str) -> None:
+        """Raises ContextLengthExceeded for what could not fit if it consisted of the longest token alone."""
+        if self._longest_token_bytes is None:
+            return
+        least = -(-size_bytes // self._longest_token_bytes)
+        if least > self.context_tokens:
+            raise self._too_long(least, max_tokens, field=field, at_least=True)
+
+    def _too_long(
+        self, prompt: int, max_tokens: int | None, *, field: str, at_least: bool = False, is_answered: bool = True
+    ) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            prompt_tokens=prompt,
+            max_tokens=max_tokens,
+            context_tokens=self.context_tokens,
+            at_least=at_least,
+            field=field,
+            is_answered=is_answered,
+        )
+
+    def _verdict(self, request: TextRequest, wish: _Wish, prompt: int, *, is_exact: bool) -> Admission:
         left = self.context_tokens - prompt
+        field = "messages" if isinstance(request, ChatRequest) else "prompt"
         if left < 1:
-            raise ContextLengthExceeded(
-                prompt_tokens=prompt, max_tokens=request.max_tokens, context_tokens=self.context_tokens
-            )
+            raise self._too_long(prompt, request.max_tokens, field=field)
         if wish.is_limited and wish.answer_tokens > left and wish.overflow is not Overflow.CLAMP:
-            raise ContextLengthExceeded(
-                prompt_tokens=prompt, max_tokens=wish.answer_tokens, context_tokens=self.context_tokens
-            )
+            raise self._too_long(prompt, wish.answer_tokens, field=field)
         answer = min(wish.answer_tokens, left)
         return Admission(prompt, is_exact, answer, False, self.context_tokens, request)
 
@@ -205,6 +246,7 @@ async def learn_counter(
     vocabulary_type: int,
     pre_tokenizer: str,
     vocabulary: Vocabulary | None,
+    vocabulary_size: int | None = None,
 ) -> TokenCounter:
     """The counter of a loaded engine with everything that holds for its model, found out by asking it."""
     bound = await vocabulary_bound(source, vocabulary_type=vocabulary_type, pre_tokenizer=pre_tokenizer)
@@ -216,4 +258,5 @@ async def learn_counter(
         rendering=source,
         longest_token_bytes=vocabulary.longest_token_bytes if vocabulary is not None else None,
         fragments=await calibrate_fragments(source, vocabulary) if vocabulary is not None else None,
+        vocabulary_size=vocabulary_size,
     )

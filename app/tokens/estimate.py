@@ -123,7 +123,7 @@ class PromptEstimate:
         """The texts without any template, which is not known."""
         return "\n".join(_texts(messages))
 
-    async def tokenize(self, text: str) -> int:
+    async def tokenize(self, text: str, *, special: bool = False) -> int:
         """Tokens of a text by guess, without the margin."""
         return self._estimator.tokens(text)
 

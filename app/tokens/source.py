@@ -15,8 +15,8 @@ class CountSource(Protocol):
     async def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
         """The prompt text that the model's template makes of these messages."""
 
-    async def tokenize(self, text: str) -> int:
-        """Tokens of a plain text, without BOS."""
+    async def tokenize(self, text: str, *, special: bool = False) -> int:
+        """Tokens of a text; with ``special`` as the engine counts a whole prompt, BOS and EOS included."""
 
 
 class RenderSource(CountSource, Protocol):
