@@ -98,6 +98,8 @@ class Plain:
 
     upstream: str | None = None
     answer: tuple[int, dict[str, str], dict[str, Any]] | None = None
+    answer_text: str | None = None
+    hidden_tokens: int = 0
     context_tokens: int | None = 1024
     asked: list[dict[str, Any]] = field(default_factory=list)
     usages: list[int] = field(default_factory=list)
@@ -114,6 +116,9 @@ class Plain:
             return web.json_response(document, status=status, headers=headers)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
+        if self.answer_text is not None:
+            await response.write(self._events(self.answer_text))
+            return response
         async with (
             aiohttp.ClientSession() as session,
             session.post(f"{self.upstream}/chat/completions", json=body) as reply,
@@ -123,6 +128,19 @@ class Plain:
                     self.usages.append(usage["prompt_tokens"])
                 await response.write(line)
         return response
+
+    def _events(self, text: str) -> bytes:
+        usage = {"prompt_tokens": self.hidden_tokens or 10, "completion_tokens": 1, "total_tokens": 11}
+        choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": None}
+        chunks = [
+            {"choices": [choice]},
+            {"choices": [choice | {"delta": {}, "finish_reason": "stop"}]},
+            {"choices": [], "usage": usage},
+        ]
+        head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "plain-model"}
+        return (
+            b"".join(b"data: " + json.dumps(head | chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
+        )
 
 
 @asynccontextmanager

@@ -37,6 +37,19 @@ async def test_a_long_prompt_is_estimated_beside_the_loop() -> None:
     assert await estimate(messages=[{"role": "user", "content": "word " * 20_000}]) >= 20_000
 
 
+async def test_a_prompt_that_was_underestimated_raises_later_ones() -> None:
+    """A server may put a system prompt of its own in front."""
+    estimate = PromptEstimate(BY_LETTERS)
+    short, long = (orjson.dumps({"messages": [{"role": "user", "content": "hi " * n}]}) for n in (1, 500))
+    before = await estimate.count_chat(short), await estimate.count_chat(long)
+    await estimate.learn(long, before[1] - 100)
+    assert await estimate.count_chat(long) == before[1]
+    await estimate.learn(short, before[0] + 450)
+    await estimate.learn(short, before[0] + 450)
+    assert await estimate.count_chat(short) == before[0] + 450
+    assert await estimate.count_chat(long) == before[1] + 450
+
+
 def test_a_file_without_a_vocabulary_of_bytes(tmp_path: Path) -> None:
     file = write(tmp_path / "a.gguf", dense(layers=1, embedding=64, heads=1, kv_heads=1, vocabulary=64))
     with pytest.raises(ModelFileError, match="leave out 'tokenizer'"):

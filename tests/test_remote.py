@@ -15,7 +15,7 @@ import pytest
 from app.api import Gateway
 from app.backends import RemoteRules
 from app.backends.breaker import Breaker, BreakerRules, Circuit
-from app.config import Settings
+from app.config import ModelCatalog, ModelEntry, Settings
 from app.engine.binary import EngineBinary, find_engine
 from app.main import Server, StopRequest, bind, open_gateway
 from app.tokens import BY_LETTERS, Estimator, by_vocabulary
@@ -311,6 +311,41 @@ async def test_no_context_and_nobody_who_knows_it(fake: EngineBinary, tmp_path: 
             assert (await far.becomes(state="ready"))["max_model_len"] == 2048
             plan = await far.client.get("/admin/models/far/plan")
             assert (plan.status_code, "nothing to plan" in plan.text) == (400, True)
+
+
+async def test_a_hidden_system_prompt_is_learnt_from_what_the_server_reports(
+    fake: EngineBinary, tmp_path: Path
+) -> None:
+    plain = Plain(answer_text="event", hidden_tokens=600)
+    async with plain_server(plain) as url, far_gateway(fake, url, tmp_path) as far:
+        first, second = await far.chat(), await far.chat()
+        assert [answer.status_code for answer in (first, second)] == [200, 200]
+        assert int(first.headers["x-context-prompt-tokens"]) < 600
+        assert int(second.headers["x-context-prompt-tokens"]) == 600
+        refused = await far.chat(max_tokens=500)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_reload_goes_over_to_another_server_and_to_an_engine_of_ours(
+    fake: EngineBinary, demo_model: Path, tmp_path: Path
+) -> None:
+    one, other = Plain(answer_text="one"), Plain(answer_text="other")
+    async with plain_server(one) as old, plain_server(other) as new, far_gateway(fake, old, tmp_path) as far:
+        supervisor = far.gateway.supervisor
+
+        async def go_over(**fields: Any) -> str:
+            settings = far.gateway.settings.model_copy(update={"models": {"far": ModelEntry.model_validate(fields)}})
+            catalog = ModelCatalog(settings)
+            changes = await supervisor.apply(catalog, settings.memory)
+            assert changes.restarted == ("far",)
+            far.gateway.catalog = far.gateway.proxy.catalog = catalog
+            return str((await far.chat()).json()["choices"][0]["message"]["content"])
+
+        assert (await far.chat()).json()["choices"][0]["message"]["content"] == "one"
+        assert await go_over(url=new) == "other"
+        assert await go_over(path=demo_model, context=512) not in ("one", "other")
+        assert await go_over(url=old) == "one"
+        assert [len(server.asked) for server in (one, other)] == [2, 1]
 
 
 # The breaker by itself

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -22,14 +21,12 @@ from app.backends.remote_limits import Limits, RouteMissing, choose_limits
 from app.config import RemoteServer
 from app.errors import EngineGone, GatewayError, ModelFailed, UpstreamFailed, UpstreamTimeout
 from app.protocol import Abilities, EventTooLong
-from app.protocol.sse import SSESplitter
-from app.tokens import TokenCounter
+from app.protocol.sse import SSESplitter, event_data
+from app.tokens import PromptEstimate, TokenCounter
 from app.trace_context import outgoing_headers
 
 # What llama-server alone understands; other servers refuse unknown names.
 _LLAMA_ONLY = ("return_progress", "id_slot", "verbose", "thinking_budget_tokens")
-# Inside a JSON string the quotes would be escaped, so that generated text never matches.
-_MODEL_FIELD = re.compile(rb'"model":\s*"(?:[^"\\]|\\.)*"')
 _TRIAL_SECONDS = 1.0
 
 
@@ -47,7 +44,9 @@ class RemoteRules:
 class _RemoteReply:
     def __init__(self, response: aiohttp.ClientResponse, model_id: str) -> None:
         self._response = response
-        self._field = b'"model":' + orjson.dumps(model_id)
+        self._model_id = model_id
+        # By the server's own account, at the end.
+        self.prompt_tokens: int | None = None
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Whole events, in which the model has the name by which our client asked for it."""
@@ -58,7 +57,21 @@ class _RemoteReply:
             except EventTooLong as error:
                 raise UpstreamFailed(f"The remote server's answer cannot be read: {error}.", streamed=True) from error
             if events:
-                yield b"".join(_MODEL_FIELD.sub(lambda _: self._field, event, count=1) for event in events)
+                yield b"".join(map(self._ours, events))
+
+    def _ours(self, event: bytes) -> bytes:
+        """The event as llama-server would write it: compact, which is what is looked for further on."""
+        try:
+            chunk = orjson.loads(event_data(event))
+        except orjson.JSONDecodeError:
+            return event  # a comment, the end, or nonsense: that is judged where all answers are
+        if not isinstance(chunk, dict):
+            return event
+        if isinstance(usage := chunk.get("usage"), dict) and isinstance(tokens := usage.get("prompt_tokens"), int):
+            self.prompt_tokens = tokens
+        if "model" in chunk:
+            chunk["model"] = self._model_id
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
 
 class RemoteBackend:
@@ -94,6 +107,7 @@ class RemoteBackend:
         self._on_change = on_change
         self._breaker = Breaker(time.monotonic, self.rules.breaker)
         self._counter: TokenCounter | None = None
+        self._estimate: PromptEstimate | None = None
         self._preparing = asyncio.Lock()
         self._session = self._connect()
         self._base = URL(server.url)
@@ -134,7 +148,7 @@ class RemoteBackend:
         async with self._preparing:
             if self._counter is None:
                 self.limits = self.limits or await self._learn_limits()
-                self._counter = await new_counter(self, self.limits, self._server.tokenizer)
+                self._counter, self._estimate = await new_counter(self, self.limits, self._server.tokenizer)
 
     def forgive(self) -> None:
         """Try it at once, whatever its past failures."""
@@ -165,9 +179,12 @@ class RemoteBackend:
             try:
                 if response.status != 200:
                     raise remote_fault(response.status, response.headers, await response.read())
-                yield _RemoteReply(response, self._model_id)
+                reply = _RemoteReply(response, self._model_id)
+                yield reply
             finally:
                 response.close()
+        if self._estimate is not None and reply.prompt_tokens is not None and route == CHAT_ROUTE:
+            await self._estimate.learn(body, reply.prompt_tokens)
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, at_root: bool = False) -> Any:
         """The JSON answer to a small question; raises RouteMissing for a route that it lacks."""

@@ -63,16 +63,17 @@ class RemoteCount:
         return len((await self._server.ask("tokenize", body, at_root=True))["tokens"])
 
 
-async def new_counter(server: Questions, limits: Limits, tokenizer: Path | None) -> TokenCounter:
-    """The counter for a server: its own counts, else estimates; raises GatewayError when it cannot be asked."""
+async def new_counter(
+    server: Questions, limits: Limits, tokenizer: Path | None
+) -> tuple[TokenCounter, PromptEstimate | None]:
+    """The counter for a server: its own counts, else the estimate that is returned with it.
+
+    Raises GatewayError when the server cannot be asked.
+    """
     count = RemoteCount(server)
     if await count.can_count():
-        return TokenCounter(count, context_tokens=limits.context_tokens, vocabulary=None, template=None)
-    estimator = BY_LETTERS if tokenizer is None else await asyncio.to_thread(by_vocabulary, tokenizer)
-    return TokenCounter(
-        PromptEstimate(estimator),
-        context_tokens=limits.context_tokens,
-        vocabulary=None,
-        template=None,
-        is_estimate=True,
-    )
+        return TokenCounter(count, context_tokens=limits.context_tokens, vocabulary=None, template=None), None
+    estimate = PromptEstimate(BY_LETTERS if tokenizer is None else await asyncio.to_thread(by_vocabulary, tokenizer))
+    context_tokens = limits.context_tokens
+    counter = TokenCounter(estimate, context_tokens=context_tokens, vocabulary=None, template=None, is_estimate=True)
+    return counter, estimate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +18,15 @@ import tiktoken
 from app.errors import ModelFileError
 from app.gguf import read_header
 
+_log = logging.getLogger(__name__)
+
 # What a chat template writes: around the whole (a default system prompt, the opening of the answer) and per message.
 _TEMPLATE_TOKENS = 40
 _MESSAGE_TOKENS = 8
 # What the larger projectors make of one picture.
 _PICTURE_TOKENS = 1600
+# What a chat template shows of a request besides its messages.
+_RENDERED = ("tools", "response_format")
 # Texts below this size are estimated on the event loop.
 _SHORT_BYTES = 16_384
 
@@ -108,16 +113,27 @@ def _byte_letters() -> dict[str, int]:
 
 
 class PromptEstimate:
-    """Stands where an engine would that can count; what it says is a guess with its margin on top."""
+    """Stands where an engine would that can count; what it says is a guess with its margin on top.
+
+    What the server reports afterwards is held against it: a prompt that was underestimated raises all later ones.
+    """
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
+        self._hidden_tokens = 0
 
     async def count_chat(self, body: bytes) -> int:
         """The most tokens that a chat body is likely to have, template and tools included."""
         if len(body) < _SHORT_BYTES:
             return self._estimate(body)
         return await asyncio.to_thread(self._estimate, body)
+
+    async def learn(self, body: bytes, prompt_tokens: int) -> None:
+        """What this body really had, by the server: a system prompt of its own shows here, or a worse vocabulary."""
+        missing = prompt_tokens - await self.count_chat(body)
+        if missing > 0:
+            self._hidden_tokens += missing
+            _log.info("a prompt had %d tokens more than estimated; later ones are taken for so much longer", missing)
 
     async def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
         """The texts without any template, which is not known."""
@@ -129,12 +145,13 @@ class PromptEstimate:
 
     def _estimate(self, body: bytes) -> int:
         document = orjson.loads(body)
-        messages = document.pop("messages", [])
+        messages = document.get("messages", [])
         # Schemas and tools are rendered as JSON with spaces, whatever the client sent.
-        texts = [*_texts(messages), *([json.dumps(document, ensure_ascii=False)] if document else [])]
+        rendered = [document[name] for name in _RENDERED if name in document]
+        texts = [*_texts(messages), *(json.dumps(each, ensure_ascii=False) for each in rendered)]
         tokens = sum(self._estimator.tokens(text) for text in texts)
         tokens += _TEMPLATE_TOKENS + _MESSAGE_TOKENS * len(messages) + _PICTURE_TOKENS * _pictures(messages)
-        return math.ceil(tokens * (1 + self._estimator.margin))
+        return math.ceil(tokens * (1 + self._estimator.margin)) + self._hidden_tokens
 
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
