@@ -125,8 +125,10 @@ class Sampler:
     def _look_for_slowdown(self, status: ModelStatus, sample: MachineSample) -> None:
         model, engine = status.model.id, sample.engines.get(status.model.id)
         self._slowdowns.introduce(model)
-        if status.state is not State.READY or engine is None or status.plan is None:
+        if status.state is not State.READY:
             self._slowdowns.rest(model)
+        if status.state is not State.READY or engine is None or status.plan is None:
+            # A server elsewhere has a speed, but no process here.
             return
         shares = [device.used_bytes / device.total_bytes for device in sample.devices if device.total_bytes]
         look = Look(self._clock(), max(shares, default=0.0), engine.shared_bytes, engine.major_faults)
