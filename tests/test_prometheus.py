@@ -120,6 +120,9 @@ class Prometheus:
         assert self._port, "".join(self._log)
         return f"http://127.0.0.1:{self._port}"
 
+    def is_ready(self) -> bool:
+        return self._client.get(f"{self.url}/-/ready").status_code == 200
+
     def ask(self, query: str) -> list[dict[str, Any]]:
         answer = self._client.get(f"{self.url}/api/v1/query", params={"query": query}).json()
         assert answer["status"] == "success", answer
@@ -147,6 +150,7 @@ def prometheus_over(gateway: GatewayProcess, folder: Path) -> Iterator[Prometheu
     folder.mkdir(parents=True)
     server = Prometheus(folder, gateway.url.removeprefix("http://"))
     try:
+        wait_until(server.is_ready, seconds=60, what="prometheus answers")
         yield server
     finally:
         server.end()

@@ -102,7 +102,8 @@ _ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
               'label_replace(llama_gateway_engine_resident_bytes{$}, "device", "RAM", "", "") '
               "or llama_gateway_engine_device_memory_bytes{$}",
               "{{model}} shared": "llama_gateway_engine_shared_memory_bytes{$}"}, "bytes"),
-        Panel("Layers on devices", {"{{model}} {{kind}}": "llama_gateway_offloaded_layers{$}"}, kind="bargauge"),
+        Panel("Layers on devices", {"{{model}} {{kind}}": "llama_gateway_offloaded_layers{$}",
+              "{{model}} not where planned": "llama_gateway_model_degraded{$}"}, kind="bargauge"),
         Panel("Context promised, of all slots", {"{{model}}":
               'llama_gateway_kv_tokens{$, kind="promised"} / ignoring (kind) '
               '(llama_gateway_kv_tokens{$, kind="capacity"} > 0)'}, "percentunit"),
