@@ -39,7 +39,8 @@ async def test_one_load_however_many_ask_by_whatever_name(fake: EngineBinary, de
 
 @lines(112)
 async def test_who_waits_too_long_is_told_how_long_it_will_take(fake: EngineBinary, demo_model: Path) -> None:
-    async with fleet_of(fake, demo_model, {"a": {}}, load_wait_seconds=0.2) as fleet:
+    # Long enough for the load to begin on a busy machine: one that nobody waits for does not.
+    async with fleet_of(fake, demo_model, {"a": {}}, load_wait_seconds=1.0) as fleet:
         fleet.switch("a", load_seconds=1.5)
         model = fleet.model("a")
         with pytest.raises(ModelLoading) as loading:
@@ -55,7 +56,7 @@ async def test_who_waits_too_long_is_told_how_long_it_will_take(fake: EngineBina
         await state_becomes(fleet, "a", "stopped")
         with pytest.raises(ModelLoading) as again:
             await fleet.supervisor.ready(model)
-        assert 1 <= (again.value.retry_after_seconds or 0) <= 3
+        assert 1 <= (again.value.retry_after_seconds or 0) <= 5
 
 
 async def test_an_idle_model_makes_room(fake: EngineBinary, demo_model: Path) -> None:
@@ -190,9 +191,11 @@ async def test_two_users_of_two_models_do_not_thrash(fake: EngineBinary, demo_mo
     fair = {"ram_limit": ONE_MODEL, "min_residency": "2s", "max_swap_wait": "2s"}
     async with fleet_of(fake, demo_model, {"a": {}, "b": {}}, memory=fair) as fleet:
         loads, wait, seconds = await interleaved(fleet, in_order=False)
-    print(f"by turns: {loads} loads, longest wait {wait:.2f} s, {seconds:.1f} s in all")
+        load_seconds = max(status.load_seconds or 0 for status in fleet.supervisor)
+    print(f"by turns: {loads} loads of {load_seconds:.1f} s, longest wait {wait:.2f} s, {seconds:.1f} s in all")
     assert loads <= 4
-    assert wait < 5
+    # The other's bound and its last answers, then the load; or two of them, at the start.
+    assert wait < 3 + 2 * max(1.0, load_seconds)
 
 
 @pytest.mark.slow
