@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.protocol import Abilities
 from app.tokens import TokenCounter
@@ -37,6 +37,9 @@ class Backend(Protocol):
     @property
     def chooses_slots(self) -> bool:
         """Whether it knows better than we which of its slots holds a conversation."""
+
+    async def query(self, route: str, document: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a question that is no stream; raises as ``open`` does."""
 
     def open(self, body: bytes, route: str = CHAT_ROUTE) -> AbstractAsyncContextManager[Reply]:
         """Start an answer of the engine's ``route``, always a stream; leaving the context lets go of it at once.

@@ -23,12 +23,24 @@ _CLIENT_FAULTS = (
     "is too large to process",
     "tools param requires",
 )
+_TOO_LARGE = re.compile(r"input \((\d+) tokens\) is too large to process.*batch size: (\d+)")
 _FIELD = re.compile(r"Field '([\w.\[\]]+)'")
 # In quotes up to the closing one, else up to white space or a bracket; a drive letter or a slash begins it.
 _PATH = re.compile(
     r"""(?<=")(?:/|[A-Za-z]:[\\/])[^"]*|(?<=')(?:/|[A-Za-z]:[\\/])[^']*"""
     r"""|(?<![\w/])(?:/|[A-Za-z]:[\\/])[^\s'"()<>,;]*"""
 )
+
+
+def read_object(content: bytes) -> dict[str, Any]:
+    """The JSON object that an engine answered; raises UpstreamFailed."""
+    try:
+        document = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise UpstreamFailed("The engine answered with something that is not JSON.") from error
+    if not isinstance(document, dict):
+        raise UpstreamFailed("The engine answered with something that is not an object.")
+    return document
 
 
 def engine_fault(status: int, body: bytes) -> GatewayError:
@@ -49,6 +61,15 @@ def fault_of(status: int, fields: Mapping[str, Any], *, streamed: bool = False) 
             prompt_tokens=int(fields.get("n_prompt_tokens") or 0),
             max_tokens=None,
             context_tokens=int(fields.get("n_ctx") or 0),
+        )
+    if (sizes := _TOO_LARGE.search(message)) is not None:
+        # What is computed at once has to fit one batch.
+        return ContextLengthExceeded(
+            prompt_tokens=int(sizes[1]),
+            max_tokens=None,
+            context_tokens=int(sizes[2]),
+            field="input",
+            is_answered=False,
         )
     if "Context size has been exceeded" in message:
         return Unavailable("The engine ran out of context cells; try again.", retry_after_seconds=1)

@@ -20,7 +20,7 @@ from yarl import URL
 from app.backends.abilities import learn_abilities
 from app.backends.base import CHAT_ROUTE
 from app.backends.conversations import Conversations
-from app.backends.faults import engine_fault
+from app.backends.faults import engine_fault, read_object
 from app.backends.liveness import Flight, Liveness, Patience
 from app.engine.binary import EngineBinary
 from app.engine.command import Endpoint, build_argv, child_environment
@@ -182,6 +182,12 @@ class LocalBackend:
                     response.close()
         except (aiohttp.ClientError, OSError) as error:
             raise EngineGone("The engine ended in the middle of the answer; send the request again.") from error
+
+    async def query(self, route: str, document: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a question that is no stream."""
+        async with self.open(orjson.dumps(document), route) as reply:
+            content = b"".join([chunk async for chunk in reply.chunks()])
+        return read_object(content)
 
     async def busy_slots(self) -> int:
         """Slots that the engine is working on; not to be asked often, since each answer wakes all its waiters."""

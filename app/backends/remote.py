@@ -19,7 +19,14 @@ from app.backends.remote_counting import new_counter
 from app.backends.remote_faults import is_its_fault, remote_fault
 from app.backends.remote_limits import Limits, RouteMissing, choose_limits
 from app.config import RemoteServer
-from app.errors import EngineGone, GatewayError, ModelFailed, UpstreamFailed, UpstreamTimeout
+from app.errors import (
+    EngineGone,
+    GatewayError,
+    ModelFailed,
+    UnsupportedEndpoint,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
 from app.protocol import Abilities, EventTooLong
 from app.protocol.sse import SSESplitter, event_data
 from app.tokens import PromptEstimate, TokenCounter
@@ -185,6 +192,18 @@ class RemoteBackend:
                 response.close()
         if self._estimate is not None and reply.prompt_tokens is not None and route == CHAT_ROUTE:
             await self._estimate.learn(body, reply.prompt_tokens)
+
+    async def query(self, route: str, document: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a question that is no stream; raises UnsupportedEndpoint where the server has no such route."""
+        try:
+            answer = await self.ask(route.removeprefix("/v1/"), document)
+        except RouteMissing:
+            raise UnsupportedEndpoint(
+                f"The server of {self._model_id!r} does not answer {route}; choose another model.", param="model"
+            ) from None
+        if not isinstance(answer, dict):
+            raise UpstreamFailed("The remote server answered with something that is not an object.")
+        return answer
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, at_root: bool = False) -> Any:
         """The JSON answer to a small question; raises RouteMissing for a route that it lacks."""

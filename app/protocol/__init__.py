@@ -8,7 +8,10 @@ from app.protocol.checked import checked
 from app.protocol.completion import CompletionRequest, parse_completion_request
 from app.protocol.completion_answer import CompletionAnswer, CompletionStream, ask_completion
 from app.protocol.delta import CallDelta, Delta, DeltaReader
+from app.protocol.embedding import EmbeddingRequest, parse_embedding_request
 from app.protocol.prompts import Prompt, prompts_of
+from app.protocol.question import Part, Question
+from app.protocol.ranking import RankRequest, parse_rank_request
 from app.protocol.sse import EventTooLong, SSESplitter, event_data
 from app.protocol.usage import Timings, Usage, UsageMeter
 
@@ -25,8 +28,12 @@ __all__ = [
     "CompletionStream",
     "Delta",
     "DeltaReader",
+    "EmbeddingRequest",
     "EventTooLong",
+    "Part",
     "Prompt",
+    "Question",
+    "RankRequest",
     "SSESplitter",
     "StreamRendering",
     "TextRequest",
@@ -41,5 +48,7 @@ __all__ = [
     "event_data",
     "parse_chat_request",
     "parse_completion_request",
+    "parse_embedding_request",
+    "parse_rank_request",
     "prompts_of",
 ]

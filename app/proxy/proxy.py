@@ -10,7 +10,7 @@ from app.errors import UnsupportedEndpoint
 from app.gguf import Kind
 from app.images import Images
 from app.metrics import Metrics
-from app.protocol import Ask, ChatRequest, checked
+from app.protocol import Ask, ChatRequest, Question, checked
 from app.proxy.counting import Counting
 from app.proxy.exchange import ExchangeResponse, Patience, Work
 from app.proxy.exchanges import Exchanges
@@ -18,6 +18,7 @@ from app.proxy.generation import Generation
 from app.proxy.parts import Parts
 from app.proxy.preferences import Preferences
 from app.proxy.progress import Progress
+from app.proxy.query import Query
 from app.quota import Quota
 from app.request_record import Observer
 from app.scheduler import Scheduler
@@ -78,6 +79,13 @@ class Proxy:
         """The response to a request for text; raises ModelNotFound, ModelNotAllowed or Draining."""
         model = self.model(ask.request.model, key)
         return self.exchange(Generation(self.parts, checked(ask), model=model, key=key, preferences=preferences))
+
+    def ask(
+        self, question: Question, key: ApiKey, kind: Kind, preferences: Preferences = _NO_PREFERENCES
+    ) -> ExchangeResponse:
+        """The response to a question for numbers; raises as ``model`` does."""
+        model = self.model(question.model, key, kind)
+        return self.exchange(Query(self.parts, question, model=model, key=key, preferences=preferences))
 
     def count(
         self, request: ChatRequest, key: ApiKey, *, write: Callable[[int], bytes], endpoint: str

@@ -117,14 +117,14 @@ class TokenCounter:
         shortened = request.max_tokens is not None and admission.max_tokens < request.max_tokens
         return replace(admission, clamped=True) if shortened else admission
 
-    async def sizes(self, prompts: Sequence[Prompt], *, field: str, exact: bool = False) -> Sizes:
-        """Tokens of texts that want no answer, each of which may fill a context.
+    async def sizes(self, prompts: Sequence[Prompt], *, field: str, beside: int = 0, exact: bool = False) -> Sizes:
+        """Tokens of texts that want no answer, each of which may fill a context with ``beside`` more tokens.
 
         Raises InvalidValue for a token that the model does not have, ContextLengthExceeded for what does not fit.
         """
-        sizes = await self._prompt_sizes(prompts, _Wish(0, False, Overflow.REJECT, exact), field=field)
-        if sizes.longest > self.context_tokens:
-            raise self._too_long(sizes.longest, None, field=field, is_answered=False)
+        sizes = await self._prompt_sizes(prompts, _Wish(beside, False, Overflow.REJECT, exact), field=field)
+        if sizes.longest + beside > self.context_tokens:
+            raise self._too_long(sizes.longest + beside, None, field=field, is_answered=False)
         return sizes
 
     async def _admit_prompts(self, request: CompletionRequest, wish: _Wish) -> Admission:
