@@ -26,7 +26,7 @@ from app.api.request_id import RequestIdMiddleware
 from app.auth import Authenticator
 from app.backends import RemoteRules
 from app.config import ModelCatalog, ServerConfig, Settings
-from app.engine.binary import EngineBinary, find_engine
+from app.engine.binary import EngineBinary, find_engine, no_engine
 from app.errors import AddressInUse, ConfigError
 from app.events import EventLog
 from app.http_server import GatewayProtocol
@@ -286,6 +286,11 @@ async def _with_signals(main: Callable[[StopRequest], Coroutine[Any, Any, None]]
     await main(stop)
 
 
+def _engine(settings: Settings) -> EngineBinary:
+    needs_one = any(entry.path is not None for entry in settings.models.values())
+    return find_engine(settings.engine.binary) if needs_one else no_engine()
+
+
 async def serve(
     settings: Settings,
     stop: StopRequest,
@@ -301,7 +306,7 @@ async def serve(
     service = ServiceManager()
     check_certificate(settings.server)
     with bind(settings) as listener:
-        engine = await asyncio.to_thread(find_engine, settings.engine.binary)
+        engine = await asyncio.to_thread(_engine, settings)
         _log.info("engine: %s", engine.because)
         async with open_gateway(settings, engine, read_settings=read_settings) as gateway:
             host, port = listener.getsockname()[:2]

@@ -164,7 +164,7 @@ class FleetMachine(RuleBasedStateMachine):
             catalog = self.catalog()
             return Supervisor(
                 catalog,
-                engine=cast(EngineBinary, None),
+                engine=EngineBinary(("engine",), "scripted", Path(), "1", None, frozenset(), "it is scripted"),
                 memory=self.settings.memory,
                 run_dir=Path("/nonexistent"),
                 metrics=Metrics(),

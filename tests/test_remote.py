@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from app.api import Gateway
 from app.backends import RemoteRules
@@ -22,6 +23,7 @@ from app.tokens import BY_LETTERS, Estimator, by_vocabulary
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.estimated_texts import TEXTS
 from tests.fleet import fake_engine_binary
+from tests.gateway import running_gateway
 from tests.remote_server import KEY, EngineElsewhere, Plain, engine_elsewhere, fake_elsewhere, plain_server
 
 SHORT_CONTEXT = 256
@@ -346,6 +348,21 @@ async def test_a_reload_goes_over_to_another_server_and_to_an_engine_of_ours(
         assert await go_over(path=demo_model, context=512) not in ("one", "other")
         assert await go_over(url=old) == "one"
         assert [len(server.asked) for server in (one, other)] == [2, 1]
+
+
+async def test_a_gateway_for_other_servers_alone_needs_no_engine(demo_model: Path, tmp_path: Path) -> None:
+    async with plain_server(Plain(answer_text="far away")) as url:
+        file = tmp_path / "config.yaml"
+        config = {"engine": {"binary": "/nonexistent/llama-server"}, "models": {"far": {"url": url}}}
+        with running_gateway(config, tmp_path) as process:
+            address = await asyncio.to_thread(lambda: process.url)
+            async with httpx.AsyncClient(base_url=address, timeout=30, trust_env=False) as client:
+                answer = await client.post("/v1/chat/completions", json=BODY)
+                assert answer.json()["choices"][0]["message"]["content"] == "far away"
+                both = yaml.safe_load(file.read_text()) | {"models": {"near": {"path": str(demo_model)}}}
+                file.write_text(yaml.safe_dump(both))
+                refused = await client.post("/admin/reload")
+                assert (refused.status_code, "restart it" in refused.text) == (400, True)
 
 
 # The breaker by itself

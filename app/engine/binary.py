@@ -93,6 +93,11 @@ def find_engine(setting: str) -> EngineBinary:
         return _embedded(error.reason)
 
 
+def no_engine() -> EngineBinary:
+    """What stands for the engine of a gateway whose models are all on other servers."""
+    return EngineBinary((), "none", Path(), "none", None, frozenset(), "no model needs one.")
+
+
 class _Broken(EngineUnusable):
     """An engine that does not work; ``reason`` is the message without the cure."""
 

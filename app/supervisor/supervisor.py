@@ -18,7 +18,7 @@ from app.engine.binary import EngineBinary
 from app.engine.environment import child_environment
 from app.engine.process import State
 from app.engine.verify import PlanVerifier
-from app.errors import Draining, ModelNotFound
+from app.errors import Draining, EngineUnusable, ModelNotFound
 from app.events import EventLog
 from app.gguf import Kind, ModelFacts
 from app.hardware import Machine, probe_machine
@@ -179,11 +179,13 @@ class Supervisor:
         self._do(unit.stop())
 
     async def apply(self, catalog: ModelCatalog, memory: MemoryConfig) -> Changes:
-        """Go over to another configuration and touch only what differs; raises ModelFileError before anything changes.
+        """Go over to another configuration and touch only what differs; raises SetupError before anything changes.
 
         Models that need another engine get it beside the old one where both fit, else after its answers have ended.
         """
         known = {name: self._successors.get(name, unit).model for name, unit in self._units.items()}
+        if not self._engine_serves(catalog):
+            raise EngineUnusable("The gateway was started for models on other servers alone; restart it to run others.")
         changes = compare(known, catalog)
         models = {model.id: model for model in catalog}
         facts = {
@@ -236,6 +238,9 @@ class Supervisor:
 
     def _probe(self) -> Machine:
         return probe_machine(self._engine.device_list())
+
+    def _engine_serves(self, catalog: ModelCatalog) -> bool:
+        return bool(self._engine.command) or all(model.remote is not None for model in catalog)
 
     def _add_all(self, catalog: ModelCatalog) -> None:
         if self._conversations is not None:
