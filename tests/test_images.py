@@ -232,6 +232,23 @@ def test_pictures_are_counted_as_the_engine_does(seeing: GatewayProcess, picture
     assert int(answer.headers["x-context-prompt-tokens"]) == answer.json()["usage"]["prompt_tokens"]
 
 
+def test_pictures_in_messages_of_anthropics_api(seeing: GatewayProcess) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png()).decode()}
+    picture = {"type": "image", "source": source}
+    asked = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, picture]}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "look", "input": {}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [picture]}]}
+    counts = []
+    for messages in ([asked], [asked, call, result]):
+        body = {"model": MODEL_ID, "messages": messages}
+        count = httpx.post(f"{seeing.url}/v1/messages/count_tokens", json=body, timeout=120)
+        answer = httpx.post(f"{seeing.url}/v1/messages", json=body | {"max_tokens": 2}, timeout=120)
+        usage = answer.json()["usage"]
+        assert count.json()["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        counts.append(count.json()["input_tokens"])
+    assert counts[1] > 2 * (counts[0] - 50)
+
+
 def test_a_picture_that_the_engine_cannot_read_is_the_clients_fault(seeing: GatewayProcess) -> None:
     """Its head is right, so that only the engine notices."""
     broken = data_url(png()[:45] + b"nonsense")

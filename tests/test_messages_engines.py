@@ -17,6 +17,7 @@ from tests.fleet import fake_binary
 from tests.gateway import GatewayProcess, running_gateway, wait_until
 from tests.messages_events import events, folded
 
+_PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOL: Any = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
 
@@ -169,6 +170,18 @@ def _failed(gateway: GatewayProcess, model: str) -> float:
     label = f'requests_total{{endpoint="messages",model="{model}",outcome="failed"}} '
     lines = httpx.get(f"{gateway.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)
+
+
+def test_a_model_without_eyes_says_so(client: anthropic.Anthropic) -> None:
+    source: Any = {"type": "base64", "media_type": "image/png", "data": _PIXEL}
+    picture: list[Any] = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    for ask in (
+        lambda: client.messages.create(model="thinker", max_tokens=1, messages=picture),
+        lambda: client.messages.count_tokens(model="thinker", messages=picture),
+    ):
+        with pytest.raises(anthropic.BadRequestError) as failure:
+            ask()
+        assert "takes no pictures" in failure.value.message
 
 
 def test_a_count_needs_no_slot(gateway: GatewayProcess, client: anthropic.Anthropic) -> None:

@@ -101,6 +101,18 @@ def test_results_alone_are_no_question() -> None:
     assert only == {"role": "tool", "tool_call_id": "t1", "content": ""}
 
 
+def test_images_are_those_of_a_chat() -> None:
+    url = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+    (message,) = _messages(_user(_text("?"), _IMAGE, url))
+    assert message["content"] == [
+        _text("?"),
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}},
+    ]
+    (result,) = _messages(_user({"type": "tool_result", "tool_use_id": "t", "content": [_IMAGE]}))
+    assert [part["type"] for part in result["content"]] == ["image_url"]
+
+
 def test_documents_of_text_are_text() -> None:
     plain = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "body"}}
     blocks = {"type": "document", "source": {"type": "content", "content": [_text("one"), _text("two")]}}
@@ -203,7 +215,14 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [_user({"type": "document", "source": {"type": "base64", "data": "x"}})]},
         "'messages[0].content[0].source'",
     ),
-    "an image for a model that reads text": ({"messages": [_user(_text("?"), _IMAGE)]}, "this model reads text only"),
+    "an image that was uploaded": (
+        {"messages": [_user({"type": "image", "source": {"type": "file", "file_id": "x"}})]},
+        "'messages[0].content[0].source'",
+    ),
+    "an image without data": (
+        {"messages": [_user({"type": "image", "source": {"type": "base64", "media_type": "image/png"}})]},
+        "'messages[0].content[0].source.data'",
+    ),
     "a user calls": ({"messages": [_user({"type": "tool_use", "id": "a", "name": "b", "input": {}})]}, "'tool_use'"),
     "a server's tool in the history": (
         {"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]},
