@@ -63,7 +63,7 @@ class Metrics:
             self.request_log_lost.labels(what)
         self.client_disconnects = self._counter("client_disconnects", "Clients that left before their answer ended.")
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From the request's arrival to the first byte of its answer.", _SECONDS
+            "time_to_first_token_seconds", "From the request's arrival to the first token of its answer.", _SECONDS
         )
         self.inter_token_latency = self._histogram(
             "inter_token_latency_seconds", "Mean time between the tokens of one answer.", _TOKEN_LATENCY

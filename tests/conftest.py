@@ -46,6 +46,15 @@ def _both(param: str) -> str:
     return "embedded" if native is None else str(native)
 
 
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    """The tool of Debian's package prometheus; the server is in the same package."""
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("no promtool on this machine; apt-get install prometheus")
+    return found
+
+
 @pytest.fixture(scope="session", params=["embedded", "native"])
 def each_engine(request: pytest.FixtureRequest) -> str:
     """The value of ``engine.binary``, for both engines: for what is about the engines themselves."""

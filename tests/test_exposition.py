@@ -97,9 +97,9 @@ def test_who_asks_for_openmetrics_gets_it(accept: str, expected: bool) -> None:
     assert wants_openmetrics(accept) is expected
 
 
-def test_promtool_finds_nothing_to_complain_about() -> None:
+def test_promtool_finds_nothing_to_complain_about(promtool: str) -> None:
     checked = subprocess.run(
-        ["promtool", "check", "metrics"], input=busy_metrics().expose(), capture_output=True, timeout=30, check=False
+        [promtool, "check", "metrics"], input=busy_metrics().expose(), capture_output=True, timeout=30, check=False
     )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
 

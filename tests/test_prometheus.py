@@ -1,7 +1,4 @@
-"""A real Prometheus scrapes a real gateway under load: every query that we ship has an answer, every alert its test.
-
-Without Debian's package ``prometheus`` (promtool is in it) these tests fail: .ci/run installs it.
-"""
+"""A real Prometheus scrapes a real gateway under load: every query that we ship has an answer, every alert its test."""
 
 from __future__ import annotations
 
@@ -32,17 +29,17 @@ _LISTENING = re.compile(r"Listening on.*address=127\.0\.0\.1:(\d+)")
 _ALERT = re.compile(r"(.*) [<>] [\d.]+", re.DOTALL)
 
 
-def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["promtool", *arguments], cwd=RULES, capture_output=True, text=True, timeout=60, check=False)
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=RULES, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_configuration_and_rules_are_valid() -> None:
-    checked = promtool("check", "config", "prometheus.yml")
+def test_configuration_and_rules_are_valid(promtool: str) -> None:
+    checked = run(promtool, "check", "config", "prometheus.yml")
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_every_alert_fires_for_who_is_in_trouble_and_for_nobody_else() -> None:
-    tested = promtool("test", "rules", "alerts_test.yml")
+def test_every_alert_fires_for_who_is_in_trouble_and_for_nobody_else(promtool: str) -> None:
+    tested = run(promtool, "test", "rules", "alerts_test.yml")
     assert tested.returncode == 0, tested.stdout + tested.stderr
     cases = yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]
     named = {one["alertname"] for case in cases for one in case["alert_rule_test"]}
@@ -196,6 +193,7 @@ def unanswered(server: Prometheus, asked: Mapping[str, str]) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("promtool")
 def test_every_query_returns_a_series_during_two_minutes_of_load(
     one_engine: str, demo_model: Path, tmp_path: Path
 ) -> None:
@@ -217,6 +215,7 @@ def test_every_query_returns_a_series_during_two_minutes_of_load(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("promtool")
 def test_scraping_an_idle_gateway_loads_nothing_and_wakes_nothing(
     one_engine: str, demo_model: Path, tmp_path: Path
 ) -> None:
