@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -144,15 +145,15 @@ class Plain:
 
 
 @asynccontextmanager
-async def plain_server(plain: Plain) -> AsyncIterator[str]:
+async def plain_server(plain: Plain, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
     """Its base address."""
     app = web.Application(client_max_size=1 << 24)
     app.add_routes([web.get("/v1/models", plain.models), web.post("/v1/chat/completions", plain.chat)])
     runner = web.AppRunner(app)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
         await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{runner.addresses[0][1]}/v1"
     finally:
         await runner.cleanup()

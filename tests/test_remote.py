@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
 import yaml
 
 from app.api import Gateway
 from app.backends import RemoteRules
-from app.backends.breaker import Breaker, BreakerRules, Circuit
+from app.backends.breaker import BreakerRules
 from app.config import ModelCatalog, ModelEntry, Settings
 from app.engine.binary import EngineBinary, find_engine
 from app.main import Server, StopRequest, bind, open_gateway
@@ -350,6 +352,25 @@ async def test_a_reload_goes_over_to_another_server_and_to_an_engine_of_ours(
         assert [len(server.asked) for server in (one, other)] == [2, 1]
 
 
+async def test_certificates_are_verified(fake: EngineBinary, tmp_path: Path, key_in_environment: str) -> None:
+    authority, plain = trustme.CA(), Plain(answer_text="over TLS")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    async with plain_server(plain, tls=tls) as url:
+        async with far_gateway(fake, url, tmp_path, key_env=key_in_environment) as far:
+            await far.becomes(state="failed", circuit="open")
+            assert (await far.client.get("/admin/models/far")).json()["failure"]["reason"] == (
+                "its certificate is not accepted"
+            )
+        environment = {"SSL_CERT_FILE": str(tmp_path / "authority.pem")}
+        with running_gateway({"models": {"far": {"url": url}}}, tmp_path, environment=environment) as process:
+            address = await asyncio.to_thread(lambda: process.url)
+            async with httpx.AsyncClient(base_url=address, timeout=30, trust_env=False) as client:
+                answer = await client.post("/v1/chat/completions", json=BODY)
+                assert answer.json()["choices"][0]["message"]["content"] == "over TLS"
+
+
 async def test_a_gateway_for_other_servers_alone_needs_no_engine(demo_model: Path, tmp_path: Path) -> None:
     async with plain_server(Plain(answer_text="far away")) as url:
         file = tmp_path / "config.yaml"
@@ -363,41 +384,3 @@ async def test_a_gateway_for_other_servers_alone_needs_no_engine(demo_model: Pat
                 file.write_text(yaml.safe_dump(both))
                 refused = await client.post("/admin/reload")
                 assert (refused.status_code, "restart it" in refused.text) == (400, True)
-
-
-# The breaker by itself
-
-
-def test_the_breaker() -> None:
-    now = [0.0]
-    breaker = Breaker(lambda: now[0], BreakerRules(failures=3, first_pause=5, longest_pause=12))
-    for _ in range(2):
-        assert breaker.enter()
-        breaker.failed()
-    breaker.answered()
-    assert breaker.circuit is Circuit.CLOSED
-    breaker.failed()
-    assert (breaker.circuit, breaker.retry_seconds, breaker.enter()) == (Circuit.OPEN, 5.0, False)
-    pauses = []
-    for _ in range(3):
-        now[0] += breaker.retry_seconds
-        assert breaker.circuit is Circuit.HALF_OPEN
-        assert (breaker.enter(), breaker.enter()) == (True, False)
-        breaker.failed()
-        pauses.append(breaker.retry_seconds)
-    assert pauses == [10.0, 12.0, 12.0]
-    now[0] += 12
-    assert breaker.enter()
-    breaker.left()
-    assert breaker.enter()
-    breaker.succeeded()
-    assert (breaker.circuit, breaker.enter(), breaker.enter()) == (Circuit.CLOSED, True, True)
-
-
-def test_a_server_that_could_not_be_reached_is_forgiven_when_it_answers() -> None:
-    now = [0.0]
-    breaker = Breaker(lambda: now[0], BreakerRules(failures=1))
-    breaker.failed(was_reached=False)
-    now[0] += breaker.retry_seconds
-    breaker.answered()
-    assert breaker.circuit is Circuit.CLOSED
