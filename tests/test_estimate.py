@@ -50,6 +50,13 @@ async def test_a_prompt_that_was_underestimated_raises_later_ones() -> None:
     assert await estimate.count_chat(long) == before[1] + 450
 
 
+async def test_a_prompt_without_a_template_has_its_margin_too() -> None:
+    text = "one two three " * 100
+    bare = await PromptEstimate(BY_LETTERS).tokenize(text)
+    assert bare >= 1.15 * BY_LETTERS.tokens(text)
+    assert await PromptEstimate(BY_LETTERS).tokenize(text, special=True) == bare + 3
+
+
 def test_a_file_without_a_vocabulary_of_bytes(tmp_path: Path) -> None:
     file = write(tmp_path / "a.gguf", dense(layers=1, embedding=64, heads=1, kv_heads=1, vocabulary=64))
     with pytest.raises(ModelFileError, match="leave out 'tokenizer'"):

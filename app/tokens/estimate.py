@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 # What a chat template writes: around the whole (a default system prompt, the opening of the answer) and per message.
 _TEMPLATE_TOKENS = 40
 _MESSAGE_TOKENS = 8
+# BOS, EOS, a prefix space.
+_AROUND_TOKENS = 3
 # What the larger projectors make of one picture.
 _PICTURE_TOKENS = 1600
 # What a chat template shows of a request besides its messages.
@@ -140,8 +142,9 @@ class PromptEstimate:
         return "\n".join(_texts(messages))
 
     async def tokenize(self, text: str, *, special: bool = False) -> int:
-        """Tokens of a text by guess, without the margin."""
-        return self._estimator.tokens(text)
+        """The most tokens that a text is likely to have, with what is put around it when it is a ``special`` prompt."""
+        tokens = self._estimator.tokens(text) * (1 + self._estimator.margin)
+        return math.ceil(tokens) + (_AROUND_TOKENS if special else 0)
 
     def _estimate(self, body: bytes) -> int:
         document = orjson.loads(body)
