@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ _DEVICE_LINE = re.compile(r"^  (\S+): (.*) \((\d+) MiB, (\d+) MiB free\)\s*$", r
 _SAME_SIZE = 0.05
 # Less is what a processor's own graphics keeps of the RAM, which is no loss to a model.
 _LEAST_CARD_BYTES = 3 << 30
+_HOLDERS_NAMED = 3
 # A core that is slower than this share of the fastest one is an efficiency core.
 _PERFORMANCE_SHARE = 0.5
 # cgroup v1 writes "no limit" as the largest multiple of a page.
@@ -119,6 +120,20 @@ def process_device_memory() -> dict[int, dict[str, int]]:
                     of_process = held.setdefault(int(process.pid), {})
                     of_process[name] = of_process.get(name, 0) + int(process.usedGpuMemory)
     return held
+
+
+def largest_holders(held: Mapping[int, Mapping[str, int]], *, without: Collection[int]) -> str:
+    """Who holds most of ``held``, such as ``game (pid 12, 1,900 MiB)``, leaving out ``without``; empty for nobody."""
+    sums = {pid: sum(of_process.values()) for pid, of_process in held.items() if pid not in without}
+    largest = sorted(sums, key=lambda pid: -sums[pid])[:_HOLDERS_NAMED]
+    return ", ".join(f"{_process_name(pid)} (pid {pid}, {sums[pid] / _MIB:,.0f} MiB)" for pid in largest)
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).name())
+    except psutil.Error:
+        return "a program"
 
 
 def _nvidia_memory() -> Iterator[DeviceMemory]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from app.hardware import (
     Device,
     DeviceMemory,
     device_memory,
+    largest_holders,
     parse_device_list,
     probe_machine,
     ram_bytes,
@@ -213,3 +216,10 @@ def test_the_quota_of_version_1(tmp_path: Path, quota: str, threads: int) -> Non
     }
     root = lay_out(tmp_path, cores("0", "1", "2", "3") | affinity("0-3") | files)
     assert usable_threads(root=root) == threads
+
+
+def test_who_holds_a_device_is_named_and_we_are_not() -> None:
+    held = {1: {"card": 200 << 20}, os.getpid(): {"card": 1900 << 20, "other": 100 << 20}, 4_000_000: {"card": 5 << 20}}
+    named = largest_holders(held, without={1})
+    assert re.fullmatch(rf"\S+ \(pid {os.getpid()}, 2,000 MiB\), a program \(pid 4000000, 5 MiB\)", named)
+    assert largest_holders({}, without=()) == ""

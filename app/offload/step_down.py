@@ -63,8 +63,13 @@ def missing(now: Machine, before: Machine) -> Mapping[str, int]:
     return {name: size for name, size in gone.items() if size > _NOISE_BYTES}
 
 
-def replanned(plan: OffloadPlan, fresh: OffloadPlan, taken: Mapping[str, int]) -> OffloadPlan | None:
-    """``fresh``, made for what others left, as a step down from ``plan``; None if it is none or was the last one."""
+def replanned(
+    plan: OffloadPlan, fresh: OffloadPlan, taken: Mapping[str, int], *, holders: str = ""
+) -> OffloadPlan | None:
+    """``fresh``, made for what others left, as a step down from ``plan``; None if it is none or was the last one.
+
+    ``holders`` names them, where anybody knows.
+    """
     devices = {device.name: device.total_bytes for device in plan.memory.devices}
     now = {device.name: device.total_bytes for device in fresh.memory.devices}
     if len(plan.steps) >= MOST_STEPS or any(size > devices.get(name, 0) for name, size in now.items()):
@@ -73,7 +78,8 @@ def replanned(plan: OffloadPlan, fresh: OffloadPlan, taken: Mapping[str, int]) -
         return None
     number = len(plan.steps) + 1
     others = ", ".join(f"{mib(size)} of {name}" for name, size in taken.items())
-    step = Reason("free memory", f"less {others}", f"step {number} of at most {MOST_STEPS}: other programs took that")
+    because = f"step {number} of at most {MOST_STEPS}: other programs took that"
+    step = Reason("free memory", f"less {others}", f"{because}: {holders}" if holders else because)
     return replace(fresh, steps=(*plan.steps, step), reasons=(*fresh.reasons, step))
 
 

@@ -13,7 +13,7 @@ from app.engine.process import EngineDied, EngineExit, State
 from app.engine.verify import PlanVerifier
 from app.errors import DeviceMissing, DoesNotFit
 from app.eviction import Evict, Go, Resident, SharingRules, Wait, as_good, choose
-from app.hardware import Machine
+from app.hardware import Machine, largest_holders, process_device_memory
 from app.metrics import Metrics
 from app.offload import MOST_STEPS, OffloadPlan, Shortage, missing, plan_offload, replanned, step_down
 from app.supervisor.chronicle import Chronicle
@@ -151,7 +151,11 @@ class Loader:
             fresh = await self._confirmed(unit.model, await asyncio.to_thread(self._plan, unit.model, machine))
         except DoesNotFit:
             return None
-        return replanned(plan, fresh, taken)
+        return replanned(plan, fresh, taken, holders=await asyncio.to_thread(self._others_on_devices))
+
+    def _others_on_devices(self) -> str:
+        ours = {status.pid for unit in self._units() if (status := unit.status()).pid is not None}
+        return largest_holders(process_device_memory(), without=ours)
 
     async def _free_now(self, unit: Unit) -> Machine:
         return self._left_over(await asyncio.to_thread(self._probe), self._holdings(unit))
