@@ -22,7 +22,10 @@ from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, is_alive, running_gateway
 
 _BODIES = int(os.environ.get("GATEWAY_TEST_FUZZ", "500"))
-_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
+_PATHS = (
+    *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/completions", "/v1/embeddings", "/v1/rerank"),
+)
 _TYPED = (502, 503, 504)
 _PATIENCE_SECONDS = 1.0
 
@@ -78,7 +81,20 @@ _NAMES = (
         "max_output_tokens",
         "n",
     ),
-    *("tools", "tool_choice", "function", "name", "parameters", "response_format", "json_schema", "schema", "stop"),
+    *(
+        "prompt",
+        "query",
+        "documents",
+        "tools",
+        "tool_choice",
+        "function",
+        "name",
+        "parameters",
+        "response_format",
+        "json_schema",
+        "schema",
+        "stop",
+    ),
     *(
         "temperature",
         "top_p",
