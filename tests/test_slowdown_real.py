@@ -17,7 +17,9 @@ from app.events import EventKind
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
-_RUNS_SECONDS, _RESTS_SECONDS = 0.02, 0.13
+_RUNS_SECONDS, _RESTS_SECONDS = 0.05, 0.2
+# Who shares this machine may slow the engine down too.
+_MOST_ANSWERS = 40
 
 
 @contextmanager
@@ -43,7 +45,7 @@ def choked(group: int) -> Iterator[None]:
 
 
 async def ask(running: InProcess, *, times: int) -> None:
-    body = {"model": MODEL_ID, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 24}
+    body = {"model": MODEL_ID, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 12}
     async with httpx.AsyncClient(timeout=60) as client:
         for _ in range(times):
             url = f"http://127.0.0.1:{running.port}/v1/chat/completions"
@@ -58,6 +60,7 @@ async def reasons(running: InProcess) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 async def test_an_engine_that_is_stopped_most_of_the_time_is_found(
     one_engine: str, demo_model: Path, tmp_path: Path
 ) -> None:
@@ -70,7 +73,10 @@ async def test_an_engine_that_is_stopped_most_of_the_time_is_found(
             await ask(running, times=5)
         assert "of its own usual speed" in (await reasons(running))["decode_speed"]
         assert gauge("llama_gateway_model_slow", labels) == 1
-        await ask(running, times=5)
+        for _ in range(_MOST_ANSWERS):
+            await ask(running, times=1)
+            if not await reasons(running):
+                break
         assert await reasons(running) == {}
         assert gauge("llama_gateway_model_slow", labels) == 0
         told = [one for one in running.gateway.events.latest(50) if one.kind is EventKind.SLOW_DOWN]
