@@ -104,6 +104,77 @@ def lfm2(*, layers: int = 16, embedding: int = 2048, vocabulary: int = 65536) ->
     return Shape("lfm2", keys, tensors, vocabulary)
 
 
+def jamba(*, layers: int = 16, embedding: int = 4096, vocabulary: int = 65536) -> Shape:
+    """Half a Jamba-mini: scans of the first generation, attention in every eighth layer, experts in every other."""
+    inner, states, rank = 2 * embedding, 16, 256
+    tensors = _ends(embedding, vocabulary, tied=False)
+    kv_heads = [8 if layer % 8 == 4 else 0 for layer in range(layers)]
+    for layer in range(layers):
+        if kv_heads[layer]:
+            tensors += _attention(layer, embedding, 32, 8, 128)
+        else:
+            tensors += _first_scan(layer, embedding, inner, states, rank)
+            tensors += [_vector(layer, f"ssm_{name}_norm.weight", size) for name, size in _scan_norms(rank, states)]
+        tensors += _jamba_experts(layer, embedding) if layer % 2 else _feed_forward(layer, embedding, 14336)
+    keys = _keys(layers, embedding, 32, 128, 14336)
+    keys |= {
+        "attention.head_count_kv": kv_heads,
+        "ssm.conv_kernel": U32(4),
+        "ssm.inner_size": U32(inner),
+        "ssm.state_size": U32(states),
+        "ssm.time_step_rank": U32(rank),
+        "expert_count": U32(16),
+        "expert_used_count": U32(2),
+    }
+    return Shape("jamba", keys, tensors, vocabulary)
+
+
+def nemotron_h(*, layers: int = 56, embedding: int = 4608, vocabulary: int = 131072) -> Shape:
+    """Nemotron-Nano-9B-v2 with rows of full blocks: each layer is a scan, attention (four), or a feed-forward."""
+    scan = _Scan(10240, 128, 128, 8)
+    attention = (14, 21, 30, 39)
+    tensors = _ends(embedding, vocabulary, tied=False)
+    is_scan = [layer not in attention and layer % 2 == 0 for layer in range(layers)]
+    for layer in range(layers):
+        if layer in attention:
+            tensors += _attention(layer, embedding, 40, 8, 128)
+        elif is_scan[layer]:
+            tensors += _scan(layer, embedding, scan)
+        else:
+            tensors += [
+                _vector(layer, "attn_norm.weight", embedding),
+                _matrix(layer, "ffn_up", embedding, 15872),
+                _matrix(layer, "ffn_down", 15872, embedding),
+            ]
+    keys = _keys(layers, embedding, 40, 128, 0) | scan.keys()
+    keys |= {
+        "attention.head_count_kv": [8 if layer in attention else 0 for layer in range(layers)],
+        "attention.layer_norm_epsilon": 1e-5,
+        "feed_forward_length": [0 if layer in attention or is_scan[layer] else 15872 for layer in range(layers)],
+    }
+    return Shape("nemotron_h", keys, tensors, vocabulary)
+
+
+def rwkv7(*, layers: int = 24, embedding: int = 2048, vocabulary: int = 65536) -> Shape:
+    """RWKV-7 World 1.5B: no attention at all, a matrix of state for each head."""
+    tensors = _ends(embedding, vocabulary, tied=False)
+    tensors += [Tensor(f"{name}.bias", (embedding,), "F32") for name in ("output_norm", "token_embd_norm")]
+    tensors += [Tensor("token_embd_norm.weight", (embedding,), "F32")]
+    for layer in range(layers):
+        tensors += _rwkv7_layer(layer, embedding)
+    keys = _keys(layers, embedding, 0, 0, 4 * embedding)
+    keys |= {
+        "attention.layer_norm_epsilon": 1e-5,
+        "wkv.head_size": U32(64),
+        "token_shift_count": U32(2),
+        "attention.decay_lora_rank": U32(96),
+        "attention.iclr_lora_rank": U32(96),
+        "attention.value_residual_mix_lora_rank": U32(64),
+        "attention.gate_lora_rank": U32(256),
+    }
+    return Shape("rwkv7", keys, tensors, vocabulary)
+
+
 def gemma2(*, layers: int = 26, vocabulary: int = 256000) -> Shape:
     """gemma-2-2b: a window in every other layer; no state, but it shares nothing else with the other shapes."""
     shape = shapes.dense(
@@ -162,6 +233,57 @@ def _scan(layer: int, embedding: int, scan: _Scan) -> list[Tensor]:
         Tensor(f"blk.{layer}.ssm_d", (1, scan.heads), "F32"),
         Tensor(f"blk.{layer}.ssm_norm.weight", (scan.inner // scan.groups, scan.groups), "F32"),
         _matrix(layer, "ssm_out", scan.inner, embedding),
+    ]
+
+
+def _scan_norms(rank: int, states: int) -> tuple[tuple[str, int], ...]:
+    return (("dt", rank), ("b", states), ("c", states))
+
+
+def _first_scan(layer: int, embedding: int, inner: int, states: int, rank: int) -> list[Tensor]:
+    return [
+        _vector(layer, "attn_norm.weight", embedding),
+        _matrix(layer, "ssm_in", embedding, 2 * inner),
+        Tensor(f"blk.{layer}.ssm_conv1d.weight", (4, inner), "F32"),
+        _vector(layer, "ssm_conv1d.bias", inner),
+        _matrix(layer, "ssm_x", inner, rank + 2 * states),
+        _matrix(layer, "ssm_dt", rank, inner),
+        _vector(layer, "ssm_dt.bias", inner),
+        Tensor(f"blk.{layer}.ssm_a", (states, inner), "F32"),
+        _vector(layer, "ssm_d", inner),
+        _matrix(layer, "ssm_out", inner, embedding),
+    ]
+
+
+def _jamba_experts(layer: int, embedding: int) -> list[Tensor]:
+    return [
+        _vector(layer, "ffn_norm.weight", embedding),
+        Tensor(f"blk.{layer}.ffn_gate_inp.weight", (embedding, 16), "F32"),
+        Tensor(f"blk.{layer}.ffn_gate_exps.weight", (embedding, 14336, 16), _KIND),
+        Tensor(f"blk.{layer}.ffn_up_exps.weight", (embedding, 14336, 16), _KIND),
+        Tensor(f"blk.{layer}.ffn_down_exps.weight", (14336, embedding, 16), _KIND),
+    ]
+
+
+def _rwkv7_layer(layer: int, embedding: int) -> list[Tensor]:
+    vectors = ("attn_norm.weight", "attn_norm.bias", "attn_norm_2.weight", "attn_norm_2.bias", "time_mix_w0.weight",
+               "time_mix_a0.weight", "time_mix_v0.weight", "time_mix_k_k.weight", "time_mix_k_a.weight",
+               "time_mix_ln.weight", "time_mix_ln.bias", "channel_mix_lerp_k.weight")  # fmt: skip
+    ranks = {"w": 96, "a": 96, "v": 64 if layer else 96, "g": 256}
+    tensors = [_vector(layer, name, embedding) for name in vectors]
+    tensors += [_vector(layer, "time_mix_r_k.weight", embedding)]
+    for name, rank in ranks.items():
+        tensors += [
+            Tensor(f"blk.{layer}.time_mix_{name}1.weight", (embedding, rank), "F16"),
+            Tensor(f"blk.{layer}.time_mix_{name}2.weight", (rank, embedding), "F16"),
+        ]
+    tensors += [Tensor(f"blk.{layer}.time_mix_lerp_fused.weight", (embedding, 1, 1, 6), "F32")]
+    tensors += [_matrix(layer, f"time_mix_{name}", embedding, embedding) for name in ("key", "value", "receptance")]
+    return [
+        *tensors,
+        _matrix(layer, "time_mix_output", embedding, embedding),
+        _matrix(layer, "channel_mix_key", embedding, 4 * embedding),
+        _matrix(layer, "channel_mix_value", 4 * embedding, embedding),
     ]
 
 

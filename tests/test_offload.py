@@ -324,7 +324,10 @@ def test_document_has_the_shape_of_the_contract(a3b: ModelFacts) -> None:
     for part, keys in CONTRACT.items():
         assert list(document[part]) == keys.split()
     device, host = document["memory"]["devices"][0], document["memory"]["host"]
-    assert list(device) == f"name {PARTS} mmproj_bytes draft_bytes total_bytes reserve_bytes left_bytes".split()
+    assert (
+        list(device)
+        == f"name {PARTS} mmproj_bytes draft_bytes moe_cache_bytes total_bytes reserve_bytes left_bytes".split()
+    )
     assert list(host) == f"{PARTS} prompt_cache_bytes checkpoints_bytes total_bytes left_bytes".split()
     assert device["total_bytes"] + device["reserve_bytes"] + device["left_bytes"] == 7600 * MIB
     assert (

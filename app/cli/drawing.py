@@ -30,6 +30,7 @@ _PARTS = (
     _Part("compute_bytes", "compute buffers", "C"),
     _Part("mmproj_bytes", "projector", "P"),
     _Part("draft_bytes", "draft model", "D"),
+    _Part("moe_cache_bytes", "experts kept twice", "X"),
     _Part("prompt_cache_bytes", "prompt cache, at most", "p"),
     _Part("checkpoints_bytes", "checkpoints, at most", "c"),
 )

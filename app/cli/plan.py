@@ -16,7 +16,7 @@ from app.cli.drawing import explanation, offers
 from app.engine.binary import EngineBinary, find_engine
 from app.engine.command import Endpoint, build_argv
 from app.engine.environment import child_environment
-from app.engine.verify import PlanVerifier
+from app.engine.verify import PlanVerifier, knows_moe_cache
 from app.errors import ConfigError, DoesNotFit, EngineUnusable
 from app.gguf import ModelFacts, read_header, read_projector
 from app.hardware import Device, Machine, probe_machine
@@ -98,7 +98,8 @@ def _plan(
     beside: _Beside,
 ) -> OffloadPlan:
     if not request.verify:
-        return plan_offload(facts, machine, request.wish(), **beside)
+        wish = replace(request.wish(), moe_cache=engine is not None and knows_moe_cache(engine))
+        return plan_offload(facts, machine, wish, **beside)
     if engine is None:
         raise EngineUnusable("--verify needs an engine to ask and there is none; install one, or leave --verify away.")
     verifier = PlanVerifier(engine, environment=child_environment(os.environ))

@@ -75,6 +75,8 @@ def _add_placement(line: CommandLine, plan: OffloadPlan) -> None:
     line.add("gpu_layers", placement.gpu_layers)
     if placement.cpu_moe_layers:
         line.add("cpu_moe_layers", placement.cpu_moe_layers)
+    if placement.moe_cache_mib:
+        line.add("moe_cache", placement.moe_cache_mib)
     if len(placement.tensor_split) > 1:
         line.add("split_mode", "layer")
         line.add("tensor_split", ",".join(f"{share:g}" for share in placement.tensor_split))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from app.engine.accounting import ask_accounting
 from app.engine.binary import EngineBinary
+from app.engine.flags import FLAGS
 from app.engine.learned import LearnedCorrections, learned_key
 from app.engine.report import BufferKind, MeasuredMemory
 from app.gguf import ModelFacts
@@ -59,6 +61,8 @@ class PlanVerifier:
 
         Raises what ``plan_offload`` and ``build_argv`` raise, never anything for what the engine does.
         """
+
+        wish = replace(wish, moe_cache=knows_moe_cache(self._engine))
 
         def make(correction: Correction) -> OffloadPlan:
             return plan_offload(
@@ -112,6 +116,11 @@ class PlanVerifier:
     def _keep(self, key: str, plan: OffloadPlan, correction: Correction) -> None:
         if self._learned is not None:
             self._learned.keep(key, correction, model=plan.model.name)
+
+
+def knows_moe_cache(engine: EngineBinary) -> bool:
+    """Whether this engine can keep some of the experts that are in RAM on a device."""
+    return not engine.flags.isdisjoint(FLAGS["moe_cache"].spellings)
 
 
 _PARTS = {

@@ -78,7 +78,7 @@ def device_compute_bytes(
 def host_compute_bytes(shape: ModelShape, family: Family, placement: Placement, terms: GraphTerms) -> int:
     """Compute and output buffers in RAM."""
     if terms.alone:
-        rows = _dense_rows(shape)
+        rows = _dense_rows(shape, family)
         if shape.experts:
             rows = max(rows, _routed_rows(shape, family, rows=family.expert_rows))
         rows += 0 if family.hybrid else shape.embedding
@@ -111,7 +111,7 @@ def _logits_bytes(shape: ModelShape, family: Family, placement: Placement) -> in
 
 def _dense_graph(shape: ModelShape, family: Family, terms: GraphTerms, q: int) -> int:
     """Attention and feed-forward; layers in RAM are computed on the device too, from copies of weights and caches."""
-    activations = q * _dense_rows(shape)
+    activations = q * _dense_rows(shape, family)
     if not terms.tensor_copy_bytes:
         return activations
     rows = _HYBRID_HOST_ROWS if family.hybrid else 1
@@ -142,8 +142,9 @@ def _routed_graph(shape: ModelShape, family: Family, terms: GraphTerms, q: int) 
     return graph
 
 
-def _dense_rows(shape: ModelShape) -> int:
-    return 4 * shape.embedding + 3 * shape.feed_forward
+def _dense_rows(shape: ModelShape, family: Family) -> int:
+    extra = 0 if shape.experts else family.extra_rows
+    return (4 + extra) * shape.embedding + 3 * shape.feed_forward
 
 
 def _routed_rows(shape: ModelShape, family: Family, *, rows: int) -> int:

@@ -117,7 +117,8 @@ def correction_of(ledger: MemoryLedger, accounting: Accounting, *, noise_bytes: 
         noise_bytes,
     )
     context, context_rest = _factor(
-        sum(device.kv_cache_bytes + device.state_bytes for device, _ in pairs),
+        # The engine's cache of experts belongs to its context.
+        sum(device.kv_cache_bytes + device.state_bytes + device.moe_cache_bytes for device, _ in pairs),
         sum(row.context_bytes for _, row in pairs),
         noise_bytes,
     )

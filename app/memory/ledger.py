@@ -17,6 +17,7 @@ class DeviceLedger:
     compute_bytes: int = 0
     mmproj_bytes: int = 0
     draft_bytes: int = 0
+    moe_cache_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -29,6 +30,7 @@ class DeviceLedger:
             + self.compute_bytes
             + self.mmproj_bytes
             + self.draft_bytes
+            + self.moe_cache_bytes
         )
 
 

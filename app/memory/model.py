@@ -154,6 +154,7 @@ class MemoryModel:
             + self._unpacked_cache_bytes(placement, blocks, name),
             mmproj_bytes=mmproj,
             draft_bytes=draft,
+            moe_cache_bytes=placement.moe_cache_mib * _MIB,
         )
 
     def _head_cache_bytes(self, placement: Placement, layers: Iterable[int]) -> int:
@@ -199,6 +200,11 @@ class MemoryModel:
             draft_tokens=0,
         )
         return draft.ledger(own, device_names=[placement.draft_on or ""] if on_device else [])
+
+    def token_experts_bytes(self, placement: Placement) -> int:
+        """What one token reads of the experts in RAM under ``cpu_moe_layers``: a cache must hold at least that."""
+        in_ram = self._experts(range(min(placement.cpu_moe_layers, self.shape.blocks)))
+        return in_ram * self.shape.experts_used // self.shape.experts if self.shape.experts else 0
 
     def _unpacked_cache_bytes(self, placement: Placement, layers: Iterable[int], device: str) -> int:
         """The f16 copy that CUDA's flash attention makes of one layer's quantised K and V."""
@@ -264,7 +270,7 @@ class MemoryModel:
             tensor_copy_bytes=max((blocks[layer].largest_dense_bytes for layer in on_host), default=0),
             down_copy_bytes=max((blocks[layer].largest_down_bytes for layer in on_host), default=0),
             cache_copy_bytes=self._cache_copy_bytes(placement, on_host),
-            expert_pair_bytes=self._expert_pair_bytes(set(in_ram).difference(on_host)),
+            expert_pair_bytes=self._expert_pair_bytes(placement, set(in_ram).difference(on_host)),
             state_bytes=max((self.state_bytes(placement, [layer]) for layer in computed), default=0),
             alone=all(owner == HOST for owner in owners),
             has_host_layers=any(owners[layer] == HOST for layer in computed),
@@ -283,7 +289,9 @@ class MemoryModel:
             layer for layer in range(self.shape.blocks) if layer < placement.cpu_moe_layers or owners[layer] == HOST
         ]
 
-    def _expert_pair_bytes(self, in_ram: Collection[int]) -> int:
+    def _expert_pair_bytes(self, placement: Placement, in_ram: Collection[int]) -> int:
+        if self.family.chunks and any(0 < cache.window < placement.cells for cache in self.caches):
+            return 2 * max((self.weights.blocks[layer].largest_expert_bytes for layer in in_ram), default=0)
         attention = next((layer for layer, cache in enumerate(self.caches) if cache.key), 0)
         if not self.family.hybrid or attention - 1 not in in_ram or attention not in in_ram:
             return 0

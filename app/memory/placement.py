@@ -57,6 +57,7 @@ class Placement:
     device; ``context_per_request`` is in tokens; ``mmproj_on`` is a device's name, ``host``, or None without projector;
     ``embedding`` makes the engine reserve an output for every token of a batch. ``draft_tokens`` are guessed ahead (0:
     none), by the model's own head with ``draft_head``, else by a draft model on the device ``draft_on`` or ``host``.
+    ``moe_cache_mib`` is what the one device keeps of experts that are in RAM.
     """
 
     gpu_layers: int
@@ -78,6 +79,7 @@ class Placement:
     draft_on: str | None = None
     draft_head: bool = False
     draft_tokens: int = 0
+    moe_cache_mib: int = 0
 
     @property
     def cells(self) -> int:

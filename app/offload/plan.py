@@ -98,6 +98,8 @@ class OffloadPlan:
     def _placement(self) -> dict[str, Any]:
         settings = asdict(self.placement)
         del settings["context_checkpoints"], settings["embedding"]
+        if not self.placement.moe_cache_mib:
+            del settings["moe_cache_mib"]
         if not self.placement.draft_tokens:
             del settings["draft_on"], settings["draft_head"], settings["draft_tokens"]
         return settings | {

@@ -61,6 +61,10 @@ def plan_of(
     )
 
 
+_MIB = 1 << 20
+# The engine refuses a cache that does not hold the experts of one token, and one that just does keeps nothing.
+_LEAST_CACHED_TOKENS = 2
+_ROUNDING_BYTES = 16 * _MIB
 _LARGER_UBATCHES = (2048, 1024)
 
 
@@ -82,7 +86,7 @@ class _Planner:
         chosen = self._choose_cache_type(base)
         if self.wish.require_gpu and not chosen.gpu_layers:
             raise self._refuse(replace(chosen, gpu_layers=1, cpu_moe_layers=self.model.shape.blocks), "require_gpu")
-        chosen = self._with_larger_ubatch(chosen)
+        chosen = self._with_expert_cache(self._with_larger_ubatch(chosen))
         return fit_caches(self.model, chosen, self.search.ledger(chosen), budget_bytes=self.ram_budget_bytes)
 
     def _check_devices(self) -> None:
@@ -141,6 +145,17 @@ class _Planner:
             if larger is not None and self._in_ram(larger):
                 return larger
         return placement
+
+    def _with_expert_cache(self, placement: Placement) -> Placement:
+        """What is left then keeps the experts that are used most, if it holds those of a few tokens."""
+        all_else = placement.cpu_moe_layers and placement.gpu_layers == self.model.all_layers
+        if not self.wish.moe_cache or not all_else or len(self.search.names) != 1:
+            return placement
+        ledger = self.search.ledger(placement)
+        left = self.search.budgets[0] - ledger.devices[0].total_bytes - _ROUNDING_BYTES
+        if left < _LEAST_CACHED_TOKENS * self.model.token_experts_bytes(placement):
+            return placement
+        return replace(placement, moe_cache_mib=min(left, ledger.host.experts_bytes) // _MIB)
 
     def _on_devices(self, base: Placement) -> Placement | None:
         """The best placement, or exactly the wished one, or None when that does not fit."""

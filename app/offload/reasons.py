@@ -36,6 +36,9 @@ def _about_model(model: MemoryModel) -> Iterator[Reason]:
 def _about_layers(model: MemoryModel, machine: Machine, wish: Wish, placement: Placement) -> Iterator[Reason]:
     yield Reason("gpu_layers", str(placement.gpu_layers), _why_layers(model, machine, wish, placement))
     yield Reason("cpu_moe_layers", str(placement.cpu_moe_layers), _why_experts(model, wish, placement))
+    if placement.moe_cache_mib:
+        why = "what is left on the device keeps the experts in RAM that are used most"
+        yield Reason("moe_cache_mib", str(placement.moe_cache_mib), why)
     if placement.tensor_split:
         split = ",".join(f"{share:g}" for share in placement.tensor_split)
         yield Reason("tensor_split", split, "layers per device, in proportion to what is free on each")

@@ -38,9 +38,9 @@ def step_down(
 ) -> OffloadPlan | None:
     """The plan that takes less of what ran out and loses least by it; None when that was tried often enough.
 
-    In this order: smaller ubatches, no caches in RAM, the projector in RAM, no draft, experts of two more layers in RAM
-    or two layers fewer on the devices, a smaller cache type, and half of the context where the wish allows it. What the
-    wish fixes stays. No memory is taken elsewhere that is not within its budget.
+    In this order: no experts kept twice, smaller ubatches, no caches in RAM, the projector in RAM, no draft, experts of
+    two more layers in RAM or two layers fewer on the devices, a smaller cache type, and half of the context where the
+    wish allows it. What the wish fixes stays. No memory is taken elsewhere that is not within its budget.
     """
     if len(plan.steps) >= MOST_STEPS:
         return None
@@ -102,6 +102,8 @@ class _Stairs:
     def _candidates(self) -> Iterator[tuple[str, Placement]]:
         """(what is changed, placement) in the order of their loss."""
         now, wish = self.plan.placement, self.plan.wish
+        if now.moe_cache_mib:
+            yield "moe_cache_mib", replace(now, moe_cache_mib=0)
         if now.load_mode == "none":
             yield "load_mode", replace(now, load_mode="mmap")
         if not now.embedding:
@@ -128,14 +130,16 @@ class _Stairs:
                 yield "cpu_moe_layers", replace(now, cpu_moe_layers=min(more, blocks))
         least = 1 if self.plan.wish.require_gpu else 0
         for fewer in range(now.gpu_layers - _LAYERS_AT_ONCE, least - _LAYERS_AT_ONCE, -_LAYERS_AT_ONCE):
-            yield "gpu_layers", replace(now, gpu_layers=max(fewer, least))
+            yield "gpu_layers", replace(now, gpu_layers=max(fewer, least), moe_cache_mib=0)
 
     def _settled(self, candidate: Placement) -> Placement | None:
         """``candidate`` with its layers shared among the devices and caches that RAM has room for, or None."""
         if not candidate.gpu_layers and self.plan.placement.gpu_layers:
             mmproj_on = "host" if candidate.mmproj_on else None
             draft_on = "host" if candidate.draft_on else None
-            candidate = replace(candidate, cpu_moe_layers=0, tensor_split=(), mmproj_on=mmproj_on, draft_on=draft_on)
+            candidate = replace(
+                candidate, cpu_moe_layers=0, moe_cache_mib=0, tensor_split=(), mmproj_on=mmproj_on, draft_on=draft_on
+            )
         elif candidate.tensor_split:
             before = tuple(device.total_bytes for device in self.plan.memory.devices)
             placed = DeviceSearch(self._model(candidate), self._names, before).place(candidate)

@@ -27,4 +27,6 @@ class Wish:
     pooling: str | None = None
     require_gpu: bool = False
     draft_head: bool = False
+    # The engine can keep some of the experts in RAM on the device.
+    moe_cache: bool = False
     allow_smaller_context: bool = False

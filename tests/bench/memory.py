@@ -116,6 +116,7 @@ def measure(engine: EngineBinary, chosen: Sequence[Case], folder: Path) -> Itera
     facts = {
         name: read_header(write(folder / f"{number}.gguf", build()))
         for number, (name, build) in enumerate(MODELS.items())
+        if any(case.model == name for case in chosen)
     }
     projector = read_header(write(folder / "mmproj.gguf", projector_shapes.siglip()))
     for case in chosen:

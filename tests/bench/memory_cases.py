@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.memory import KVType, Placement
-from tests import recurrent_shapes, shapes
+from tests import further_shapes, recurrent_shapes, shapes
 from tests.gguf_writer import Shape
 
 _ALL = 999
@@ -66,6 +66,12 @@ MODELS: dict[str, Callable[[], Shape]] = {
     "granite-4.0-h": lambda: recurrent_shapes.granitehybrid(),
     "falcon-h1 1.5B": lambda: recurrent_shapes.falcon_h1(),
     "lfm2 1.2B": lambda: recurrent_shapes.lfm2(),
+    "phi3 3.8B": lambda: further_shapes.phi3(),
+    "cohere2 7B": lambda: further_shapes.cohere2(),
+    "llama4 109B-A17B": lambda: further_shapes.llama4(),
+    "jamba 26B": lambda: recurrent_shapes.jamba(),
+    "nemotron_h 9B": lambda: recurrent_shapes.nemotron_h(),
+    "rwkv7 1.5B": lambda: recurrent_shapes.rwkv7(),
 }
 
 
@@ -193,6 +199,16 @@ _CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "granite-4.0-h": ({"context_per_request": 32768}, {"gpu_layers": 20, "parallel": 2}),
     "falcon-h1 1.5B": ({}, {"gpu_layers": 12, "kv": "q8_0"}),
     "lfm2 1.2B": ({"context_per_request": 32768}, {"gpu_layers": 8, "parallel": 2}),
+    "phi3 3.8B": ({}, {"context_per_request": 32768, "kv": "q8_0"}, {"gpu_layers": 16, "parallel": 2}),
+    "cohere2 7B": ({"context_per_request": 32768}, {"gpu_layers": 16, "kv": "q8_0"}),
+    "llama4 109B-A17B": (
+        {"context_per_request": 32768},
+        {"context_per_request": 32768, "cpu_moe_layers": 48, "kv": "q8_0"},
+        {"cpu_moe_layers": 40, "parallel": 2},
+    ),
+    "jamba 26B": ({"context_per_request": 32768}, {"cpu_moe_layers": 16}, {"gpu_layers": 8, "parallel": 2}),
+    "nemotron_h 9B": ({"context_per_request": 32768}, {"gpu_layers": 28, "parallel": 2}),
+    "rwkv7 1.5B": ({"context_per_request": 32768}, {"gpu_layers": 12, "parallel": 4}),
 }
 _ON_CPU: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama 8B", {}),

@@ -13,6 +13,7 @@ REGISTRY: Mapping[str, Family] = {
     architecture: family
     for family in (
         attention.FAMILY,
+        attention.FUSED,
         *encoder.FAMILIES,
         *hybrid.FAMILIES,
         *latent.FAMILIES,

@@ -11,7 +11,7 @@ _ARCHITECTURES = """
     apertus arcee arctic baichuan bailingmoe bailingmoe2 bitnet bloom chameleon chatglm codeshell command-r dbrx deci
     deepseek dots1 ernie4_5 ernie4_5-moe exaone exaone-moe falcon glm4 glm4moe gpt2 gptj gptneox granite granitemoe grok
     grovemoe hunyuan-dense hunyuan-moe hunyuan_v1_dense internlm2 jais llada llada-moe llama maincoder minicpm
-    minimax-m2 mistral3 mpt nemotron olmo olmoe openelm orion pangu-embedded phi2 phi3 phimoe plamo qwen qwen2 qwen2moe
+    minimax-m2 mistral3 mpt nemotron olmo olmoe openelm orion pangu-embedded phi2 phimoe plamo qwen qwen2 qwen2moe
     qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe refact rnd1 seed_oss smollm3 solar stablelm starcoder starcoder2 xverse
 """
 
@@ -22,4 +22,6 @@ def layer_caches(shape: ModelShape) -> tuple[LayerCache, ...]:
 
 
 FAMILY = Family("attention", frozenset(_ARCHITECTURES.split()), layer_caches)
+# Q, K and V are views of one matrix's result, which costs a copy more.
+FUSED = replace(FAMILY, architectures=frozenset({"phi3"}), host_copies=1.5)
 UNKNOWN = replace(FAMILY, name="generic", architectures=frozenset(), known=False)

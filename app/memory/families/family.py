@@ -25,7 +25,8 @@ class Family:
     ``layer_caches`` has one entry per layer, draft-head blocks left out. The rest are terms of the compute buffer:
     ``extra_rows`` rows of the embedding width beyond the usual ones, ``expert_rows`` intermediate rows per used expert,
     ``scans`` says that recurrent layers are state-space scans, wider than attention. ``host_copies`` is how many times
-    K and V of a layer in RAM are on the device that computes it; with 0 such layers are computed in RAM.
+    K and V of a layer in RAM are on the device that computes it; with 0 such layers are computed in RAM. ``chunks``
+    says that experts of a layer with a window and of one without are copied at once.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Family:
     hybrid: bool = False
     scans: bool = False
     host_copies: float = 1.0
+    chunks: bool = False
 
 
 def attention_cache(shape: ModelShape, layer: int, *, window: int = 0) -> LayerCache:

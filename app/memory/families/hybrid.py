@@ -108,6 +108,6 @@ FAMILIES = (
         hybrid=True,
         host_copies=0,
     ),
-    Family("rwkv", frozenset({"rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}), _rwkv_caches, hybrid=True),
+    Family("rwkv", frozenset({"rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}), _rwkv_caches, hybrid=True, extra_rows=4),
     Family("delta attention", frozenset({"kimi-linear"}), _delta_caches, hybrid=True),
 )

@@ -77,6 +77,7 @@ def _family(architectures: frozenset[str], layer_caches: Callable[[ModelShape], 
 
 
 FAMILIES = (
-    _family(frozenset(_PATTERNS) - {"gpt-oss"}, _layer_caches),
+    _family(frozenset(_PATTERNS) - {"gpt-oss", "llama4"}, _layer_caches),
+    Family("chunked attention", frozenset({"llama4"}), _layer_caches, chunks=True),
     Family("sliding window", frozenset({"gpt-oss"}), _layer_caches, expert_rows=2),
 )
