@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.engine.binary import EngineBinary
+from app.engine.binary import EngineBinary, find_engine
 from app.engine.landing import degradation
 from app.engine.report import BufferKind, MeasuredBuffer, MeasuredMemory, MemoryReport
 from app.errors import ModelFailed
@@ -19,6 +19,7 @@ from app.events import EventKind, EventLog
 from app.gguf import read_header
 from app.hardware import Device, Machine, probe_machine
 from app.offload import OffloadPlan, Wish, plan_offload
+from app.supervisor.restarts import RestartPolicy, RestartRules
 from tests.fleet import Fleet, fake_binary, fake_engine_binary, fleet_of
 from tests.gateway import running_gateway
 
@@ -159,6 +160,31 @@ async def test_require_gpu_without_any_device_starts_nothing(fake: EngineBinary,
         assert failure is not None
         assert "sees none although this machine has NVIDIA GeForce RTX 3060" in failure.reason
         assert fleet.starts() == []
+
+
+@pytest.mark.slow
+async def test_a_driver_that_goes_between_plan_and_load_costs_one_restart(
+    native_engine: Path | None, demo_model: Path
+) -> None:
+    """Slow: the next plan waits ten seconds for what the device may give back."""
+    if native_engine is None:
+        pytest.skip("no native engine")
+    blind = Machine((), 18 * GIB, 16 * GIB, 2, unseen_devices=("NVIDIA GeForce RTX 3060",))
+
+    def probe() -> Machine:
+        # The engine has never heard of this card.
+        return CARD if fleet.supervisor.status(fleet.model("a")).deaths == 0 else blind
+
+    engine = find_engine(str(native_engine))
+    quick = RestartRules(first_delay=0.01)
+    options: dict[str, Any] = {"probe": probe, "new_policy": lambda: RestartPolicy(quick)}
+    async with fleet_of(engine, demo_model, {"a": {}}, **options) as fleet:
+        await fleet.supervisor.ready(fleet.model("a"))
+        assert fleet.count("engine_restarts_total", model="a", cause="device_gone") == 1
+        plan = fleet.supervisor.status(fleet.model("a")).plan
+        assert plan is not None
+        assert plan.placement.gpu_layers == 0
+        assert "although this machine has NVIDIA GeForce RTX 3060" in (plan.degraded or "")
 
 
 def test_row_5_everything_quietly_on_the_cpu_is_shown_over_http(demo_model: Path, tmp_path: Path) -> None:

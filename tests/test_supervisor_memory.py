@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 
 from app.backends import LocalBackend
@@ -24,7 +26,8 @@ from app.offload import OffloadPlan
 from app.supervisor import Supervisor
 from app.supervisor.restarts import RestartPolicy, RestartRules
 from tests import shapes
-from tests.fleet import Fleet, fake_engine_binary, fleet_of, settings_for
+from tests.fleet import Fleet, fake_binary, fake_engine_binary, fleet_of, settings_for
+from tests.gateway import running_gateway
 from tests.gguf_writer import write
 from tests.test_fleet_machine import Loop, SimulatedEngine, World
 
@@ -240,6 +243,36 @@ async def test_what_a_load_really_took_is_known_at_the_next(fake: EngineBinary, 
         plan = fleet.supervisor.status(fleet.model("a")).plan
         assert plan is not None
         assert "caches x2.00" in {reason.setting: reason.value for reason in plan.reasons}["correction"]
+
+
+def test_a_request_that_waited_through_the_steps_is_answered_and_the_operator_sees_them(
+    mixture: Path, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {
+        "engine": {"binary": str(fake_binary(tmp_path))},
+        "memory": {"vram_reserve": 0, "ram_reserve": 0},
+        "models": {"a": {"path": str(mixture), **MODEL}},
+    }
+    environment = {
+        "FAKE_DEVICES": f"CUDA0: a card (8000 MiB, {FREE_MIB} MiB free)",
+        "FAKE_ENGINE": json.dumps({"no_memory_for": ["--ubatch-size 512", "--n-cpu-moe 4"]}),
+    }
+    with running_gateway(config, tmp_path, environment=environment) as gateway:
+        body = {"model": "a", "messages": [{"role": "user", "content": "hi"}]}
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200
+        document = httpx.get(f"{gateway.url}/admin/models/a").json()
+        assert [(step["setting"], step["value"]) for step in document["step_downs"]] == [
+            ("ubatch", "256"),
+            ("cpu_moe_layers", "6"),
+        ]
+        assert (document["state"], document["deaths"], document["failure"]) == ("ready", 0, None)
+        plan = httpx.get(f"{gateway.url}/admin/models/a/plan").json()
+        assert (plan["placement"]["ubatch"], plan["placement"]["cpu_moe_layers"]) == (256, 6)
+        assert plan["argv"][plan["argv"].index("--n-cpu-moe") + 1] == "6"
+        because = {reason["setting"]: reason["because"] for reason in plan["reasons"]}
+        assert because["cpu_moe_layers"].startswith("step 2 of at most 6 down from 4")
+        assert 'llama_gateway_plan_step_downs_total{model="a"} 2.0' in httpx.get(f"{gateway.url}/metrics").text
 
 
 # --- who else takes memory, on a clock of its own ---------------------------------------------------------------------
