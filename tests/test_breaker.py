@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
+
 from app.backends.breaker import Breaker, BreakerRules, Circuit
+from app.backends.remote_faults import is_its_fault
+from app.errors import (
+    AnswerRejected,
+    ContextLengthExceeded,
+    EngineGone,
+    GatewayError,
+    Overloaded,
+    RequestError,
+    Unavailable,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
 
 
 def test_the_breaker() -> None:
@@ -38,3 +52,24 @@ def test_a_server_that_could_not_be_reached_is_forgiven_when_it_answers() -> Non
     now[0] += breaker.retry_seconds
     breaker.answered()
     assert breaker.circuit is Circuit.CLOSED
+
+
+@pytest.mark.parametrize("error", [EngineGone("x"), UpstreamFailed("x"), UpstreamTimeout("x")], ids=repr)
+def test_what_a_server_is_at_fault_for(error: GatewayError) -> None:
+    assert is_its_fault(error)
+
+
+_OTHERS = [
+    RequestError("x"),
+    ContextLengthExceeded(prompt_tokens=1, max_tokens=None, context_tokens=1),
+    Overloaded("x"),
+    Unavailable("x"),
+    # The model kept a promise badly; the server did its work.
+    AnswerRejected("x"),
+    OSError("x"),
+]
+
+
+@pytest.mark.parametrize("error", _OTHERS, ids=repr)
+def test_what_others_are_at_fault_for(error: Exception) -> None:
+    assert not is_its_fault(error)

@@ -9,6 +9,7 @@ import orjson
 
 from app.backends.faults import engine_fault
 from app.errors import (
+    AnswerRejected,
     ContextLengthExceeded,
     ContextRefused,
     GatewayError,
@@ -44,8 +45,8 @@ def remote_fault(status: int, headers: Mapping[str, str], body: bytes) -> Gatewa
 
 
 def is_its_fault(error: BaseException) -> bool:
-    """Whether an error says that the server does not work, and not that this request or its client is at fault."""
-    return isinstance(error, GatewayError) and error.status in (500, 502, 504)
+    """Whether an error says that the server does not work, and not that request, client or model are at fault."""
+    return isinstance(error, GatewayError) and error.status in (500, 502, 504) and not isinstance(error, AnswerRejected)
 
 
 def _fault_of_the_request(fields: Mapping[str, Any]) -> GatewayError:
