@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from app.api import admin, chat, completions, embeddings, events, health, messages, models, openapi, responses, usage
+from app.api import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    events,
+    health,
+    messages,
+    models,
+    openapi,
+    responses,
+    tokens,
+    usage,
+)
 
 router = APIRouter()
-for _noun in (chat, completions, embeddings, messages, responses, models, health, usage, admin, events, openapi):
+_OF_TEXT = (chat, completions, embeddings, tokens, messages, responses, models)
+for _noun in (*_OF_TEXT, health, usage, admin, events, openapi):
     router.routes.extend(_noun.routes)

@@ -196,7 +196,9 @@ class RemoteBackend:
     async def query(self, route: str, document: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a question that is no stream; raises UnsupportedEndpoint where the server has no such route."""
         try:
-            answer = await self.ask(route.removeprefix("/v1/"), document)
+            answer = await self.ask(
+                route.removeprefix("/v1").removeprefix("/"), document, at_root=not route.startswith("/v1/")
+            )
         except RouteMissing:
             raise UnsupportedEndpoint(
                 f"The server of {self._model_id!r} does not answer {route}; choose another model.", param="model"

@@ -9,6 +9,8 @@ from app.protocol.completion import CompletionRequest, parse_completion_request
 from app.protocol.completion_answer import CompletionAnswer, CompletionStream, ask_completion
 from app.protocol.delta import CallDelta, Delta, DeltaReader
 from app.protocol.embedding import EmbeddingRequest, parse_embedding_request
+from app.protocol.fields import parse_object
+from app.protocol.inspection import Inspection, detokenize_request, template_request, tokenize_request
 from app.protocol.prompts import Prompt, prompts_of
 from app.protocol.question import Part, Question
 from app.protocol.ranking import RankRequest, parse_rank_request
@@ -30,6 +32,7 @@ __all__ = [
     "DeltaReader",
     "EmbeddingRequest",
     "EventTooLong",
+    "Inspection",
     "Part",
     "Prompt",
     "Question",
@@ -44,11 +47,15 @@ __all__ = [
     "ask_completion",
     "chat_request",
     "checked",
+    "detokenize_request",
     "error_event",
     "event_data",
     "parse_chat_request",
     "parse_completion_request",
     "parse_embedding_request",
+    "parse_object",
     "parse_rank_request",
     "prompts_of",
+    "template_request",
+    "tokenize_request",
 ]

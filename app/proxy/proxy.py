@@ -10,11 +10,12 @@ from app.errors import UnsupportedEndpoint
 from app.gguf import Kind
 from app.images import Images
 from app.metrics import Metrics
-from app.protocol import Ask, ChatRequest, Question, checked
+from app.protocol import Ask, ChatRequest, Inspection, Question, checked
 from app.proxy.counting import Counting
 from app.proxy.exchange import ExchangeResponse, Patience, Work
 from app.proxy.exchanges import Exchanges
 from app.proxy.generation import Generation
+from app.proxy.inspector import Inspector
 from app.proxy.parts import Parts
 from app.proxy.preferences import Preferences
 from app.proxy.progress import Progress
@@ -86,6 +87,11 @@ class Proxy:
         """The response to a question for numbers; raises as ``model`` does."""
         model = self.model(question.model, key, kind)
         return self.exchange(Query(self.parts, question, model=model, key=key, preferences=preferences))
+
+    def inspect(self, inspection: Inspection, key: ApiKey, kind: Kind | None) -> ExchangeResponse:
+        """The response to a small question about tokens or templates; raises as ``model`` does."""
+        model = self.model(inspection.model, key, kind)
+        return self.exchange(Inspector(self.parts, inspection, model=model))
 
     def count(
         self, request: ChatRequest, key: ApiKey, *, write: Callable[[int], bytes], endpoint: str

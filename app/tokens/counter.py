@@ -73,14 +73,14 @@ class TokenCounter:
 
     async def exact(self, request: ChatRequest) -> int:
         """Prompt tokens by the engine's own count; raises CountingTimedOut or what the engine says of the request."""
-        async with self._in_time():
+        async with self.in_time():
             return await self._source.count_chat(request.counting_body())
 
     async def count(self, request: ChatRequest) -> int:
         """The same number, by fragments where they are known to add up."""
         if self._rendering is None or self._fragments is None or request.media:
             return await self.exact(request)
-        async with self._in_time():
+        async with self.in_time():
             return await self._fragments.count(await self._rendering.render(request.counting_body()))
 
     async def admit(
@@ -117,6 +117,10 @@ class TokenCounter:
         shortened = request.max_tokens is not None and admission.max_tokens < request.max_tokens
         return replace(admission, clamped=True) if shortened else admission
 
+    def check(self, prompts: Sequence[Prompt], *, field: str) -> None:
+        """Raises InvalidValue that names ``field`` for a token that the model does not have."""
+        self._prompts.check(prompts, field=field)
+
     async def sizes(self, prompts: Sequence[Prompt], *, field: str, beside: int = 0, exact: bool = False) -> Sizes:
         """Tokens of texts that want no answer, each of which may fill a context with ``beside`` more tokens.
 
@@ -140,7 +144,7 @@ class TokenCounter:
             return bound
         size = max(len(prompt.encode()) for prompt in prompts if isinstance(prompt, str))
         self._refuse_by_size(size, max_tokens=None, field=field)
-        async with self._in_time():
+        async with self.in_time():
             return await self._prompts.count(prompts)
 
     async def _admit(self, request: ChatRequest, wish: _Wish) -> Admission:
@@ -161,7 +165,7 @@ class TokenCounter:
         """Prompt tokens and whether they are exact; raises ContextLengthExceeded for what cannot fit by its size."""
         if self._rendering is None or self._vocabulary is None or request.media:
             return await self.exact(request), True
-        async with self._in_time():
+        async with self.in_time():
             rendered = await self._rendering.render(request.counting_body())
         size = len(rendered.encode())
         bound = self._vocabulary.tokens(size)
@@ -170,7 +174,7 @@ class TokenCounter:
         self._refuse_by_size(size, max_tokens=request.max_tokens, field="messages")
         if self._fragments is None:
             return await self.exact(request), True
-        async with self._in_time():
+        async with self.in_time():
             return await self._fragments.count(rendered), True
 
     def _refuse_by_size(self, size_bytes: int, *, max_tokens: int | None, field: str) -> None:
@@ -228,7 +232,7 @@ class TokenCounter:
         return replace(self._verdict(shorter, wish, counts[fewest], is_exact=True), dropped=dropped)
 
     @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
+    async def in_time(self) -> AsyncIterator[None]:
         """Ask the engine within the block: few at a time, and not for long; raises CountingTimedOut."""
         try:
             async with asyncio.timeout(_COUNT_DEADLINE_SECONDS), self._counting:
