@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import signal
 import time
@@ -256,6 +257,20 @@ async def test_many_watchers_cost_one_look_and_one_drawing() -> None:
     looks = scene.looks
     await asyncio.sleep(0.03)
     assert scene.looks == looks
+
+
+def test_of_many_slots_the_idle_ones_are_one_piece() -> None:
+    (model,) = sample("a").models
+    page = Page()
+
+    def drawn(slots: int) -> str:
+        now = dataclasses.replace(sample("a"), models=(dataclasses.replace(model, slots=slots),))
+        (card,) = (region for region in page.regions(now, OPERATOR) if region.name == "model:a")
+        return card.render()
+
+    assert drawn(8).count('class="slot slot-idle"') == 8
+    assert drawn(48).count('class="slot slot-idle"') == 1
+    assert "48 idle" in drawn(48)
 
 
 async def test_each_audience_has_a_board_of_its_own() -> None:

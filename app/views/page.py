@@ -23,6 +23,7 @@ from app.views.snippets import snippets
 
 _MIB = 1 << 20
 _GIB = 1 << 30
+_MOST_SLOTS_DRAWN = 8
 _FOLDER = Path(__file__).parent
 
 # Followed by the name of the model.
@@ -158,12 +159,18 @@ def _plot(points: Any, value: Callable[[Point], float], *, least: float) -> Plot
 
 
 def _slots(model: ModelView) -> list[Mapping[str, Any]]:
-    """Every slot of a model: what its request has read or written."""
+    """The slots of a model: what each request has read or written; of many slots the idle ones in one piece."""
     if model.state != "ready":
         return []
     taken = [_slot(model, one) for one in model.running for _ in range(one.slots)][: model.slots]
-    idle: Mapping[str, Any] = {"phase": "idle", "percent": 0, "text": "idle"}
-    return [*taken, *[idle] * (model.slots - len(taken))]
+    idle = model.slots - len(taken)
+    if model.slots > _MOST_SLOTS_DRAWN and idle > 0:
+        return [*taken, _idle(f"{idle} idle")]
+    return [*taken, *[_idle("idle")] * idle]
+
+
+def _idle(text: str) -> Mapping[str, Any]:
+    return {"phase": "idle", "percent": 0, "text": text}
 
 
 def _slot(model: ModelView, one: Progress) -> Mapping[str, Any]:
