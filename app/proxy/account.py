@@ -16,8 +16,8 @@ from app.trace_context import trace_context
 class Account:
     """The marks of one exchange on the clock, and their entry in the metrics when it has ended.
 
-    The time to the first token is made of the wait for the model (counting the prompt included), the wait for a slot,
-    and the prefill, which begins when the request is sent to the engine.
+    The time to the first token is made of the wait for the model, the wait for a slot, and the prefill, which begins
+    when the request is sent to the engine; and of our own work between them, such as counting the prompt.
     """
 
     def __init__(
