@@ -59,8 +59,12 @@ def test_what_nvidias_driver_says_is_added(tmp_path: Path) -> None:
 
 
 def test_a_real_process() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    child = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        # Before its first word it may still be a copy of us.
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"\n"
         found = footprint(child.pid)
         assert found is not None
         assert found.resident_bytes > 1 << 20
