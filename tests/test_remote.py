@@ -24,7 +24,7 @@ from app.main import Server, StopRequest, bind, open_gateway
 from app.tokens import BY_LETTERS, Estimator, by_vocabulary
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.estimated_texts import TEXTS
-from tests.fleet import fake_engine_binary
+from tests.fleet import fake_engine_binary, fleet_of
 from tests.gateway import running_gateway
 from tests.remote_server import KEY, EngineElsewhere, Plain, engine_elsewhere, fake_elsewhere, plain_server
 
@@ -350,6 +350,18 @@ async def test_a_reload_goes_over_to_another_server_and_to_an_engine_of_ours(
         assert await go_over(path=demo_model, context=512) not in ("one", "other")
         assert await go_over(url=old) == "one"
         assert [len(server.asked) for server in (one, other)] == [2, 1]
+
+
+async def test_an_engine_of_ours_never_sees_the_key(
+    fake: EngineBinary, demo_model: Path, key_in_environment: str
+) -> None:
+    async with plain_server(Plain()) as url:
+        far = {"path": None, "url": url, "key_env": key_in_environment}
+        async with fleet_of(fake, demo_model, {"near": {}, "far": far}) as fleet:
+            await fleet.supervisor.ready(fleet.model("near"))
+            environment = await asyncio.to_thread(Path(f"/proc/{fleet.pids()[-1]}/environ").read_bytes)
+    assert b"FAKE_SWITCHES" in environment
+    assert KEY.encode() not in environment
 
 
 async def test_certificates_are_verified(fake: EngineBinary, tmp_path: Path, key_in_environment: str) -> None:

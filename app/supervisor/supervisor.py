@@ -68,11 +68,11 @@ class Supervisor:
         remote_rules: RemoteRules | None = None,
         conversations: Path | None = None,
     ) -> None:
-        self._engine = engine
-        self._run_dir = run_dir
+        self._engine, self._run_dir = engine, run_dir
         self._metrics = metrics
         self._chronicle = Chronicle(metrics, events or EventLog())
-        self._environment = environment
+        self._environment, self._engine_environment = environment, child_environment(environment)
+        self._hide_keys(catalog)
         self._patience = patience
         self._load_wait_seconds = load_wait_seconds
         self._records, self._instance = records, instance
@@ -186,6 +186,7 @@ class Supervisor:
         known = {name: self._successors.get(name, unit).model for name, unit in self._units.items()}
         if not self._engine_serves(catalog):
             raise EngineUnusable("The gateway was started for models on other servers alone; restart it to run others.")
+        self._hide_keys(catalog)
         changes = compare(known, catalog)
         models = {model.id: model for model in catalog}
         facts = {
@@ -274,8 +275,7 @@ class Supervisor:
         )
 
     def _verifier(self, learned: Path | None) -> PlanVerifier:
-        environment = child_environment(self._environment)
-        return PlanVerifier(self._engine, environment=environment, learned_path=learned)
+        return PlanVerifier(self._engine, environment=self._engine_environment, learned_path=learned)
 
     def _local_backend(self, model: ModelConfig, plan: OffloadPlan) -> LocalBackend:
         return LocalBackend(
@@ -283,7 +283,7 @@ class Supervisor:
             self._engine,
             model_id=model.id,
             run_dir=self._run_dir,
-            environment=self._without_keys(),
+            environment=self._engine_environment,
             extra_args=model.extra_args,
             patience=self._patience,
             records=self._records,
@@ -297,11 +297,11 @@ class Supervisor:
         folder, limit_bytes = folder_of(self._conversations, model.id), model.keep_conversations_bytes
         return Conversations(folder, plan, self._engine, extra_args=model.extra_args, limit_bytes=limit_bytes)
 
-    def _without_keys(self) -> dict[str, str]:
-        """Our environment without the keys of servers elsewhere, which are nothing to an engine."""
-        servers = [unit.model.remote for unit in self._units.values()]
-        keys = {server.key_env for server in servers if server is not None}
-        return {name: value for name, value in self._environment.items() if name not in keys}
+    def _hide_keys(self, catalog: ModelCatalog) -> None:
+        """The keys of servers elsewhere are nothing to an engine."""
+        for model in catalog:
+            if model.remote is not None and model.remote.key_env is not None:
+                self._engine_environment.pop(model.remote.key_env, None)
 
     def _show(self, unit: AnyUnit) -> None:
         """The state of the unit that counts for its model, not of one that was replaced or waits to replace it."""
