@@ -1,0 +1,151 @@
+"""Every example of the client pages does what it says, against a real gateway."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from xml.etree import ElementTree
+
+import orjson
+import pytest
+import yaml
+
+from tests.client_pages import FOLDER, adapted, example, examples
+from tests.conftest import MODEL_ID
+from tests.gateway import GatewayProcess, running_gateway
+from tests.langchain_standard import CANNOT
+
+_ROOT = FOLDER.parents[1]
+_PAGE = "openai.md"
+
+
+def _run(
+    *command: str | Path, folder: Path, seconds: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="session")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment with the extra ``clients``, apart from ours for its plugins of pytest.
+
+    GATEWAY_TEST_CLIENTS names one that is there already.
+    """
+    if named := os.environ.get("GATEWAY_TEST_CLIENTS"):
+        return Path(named) / "bin"
+    folder = tmp_path_factory.mktemp("clients")
+    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    _run(sys.executable, "-m", "venv", folder / "venv", folder=folder)
+    programs = folder / "venv" / "bin"
+    _run(programs / "pip", "install", "-q", *extras["clients"], folder=folder, seconds=600)
+    return programs
+
+
+def test_python(gateway: GatewayProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(_mine("Python", "python", gateway), _PAGE, "exec"), {})
+    text, response, streamed_and_counted = capsys.readouterr().out.splitlines()
+    assert len(text) > 10
+    assert response.endswith("incomplete")
+    assert len(streamed_and_counted) > 10
+
+
+def test_curl(gateway: GatewayProcess, tmp_path: Path) -> None:
+    printed = _run("sh", "-euc", _mine("curl", "sh", gateway), folder=tmp_path).stdout
+    assert '"object":"list"' in printed
+    assert '"chat.completion"' in printed
+    assert "event: response.incomplete" in printed
+
+
+def test_the_files_of_the_agents_can_be_read() -> None:
+    """Their programs are not installed here; what is to be written into their files is at least whole."""
+    (continue_file,) = examples("agents.md", language="yaml")
+    (model,) = yaml.safe_load(continue_file)["models"]
+    assert model["apiBase"] == "http://127.0.0.1:8080/v1"
+    metadata, opencode = map(orjson.loads, examples("agents.md", language="json"))
+    limits = metadata["openai/model"]
+    assert limits["max_input_tokens"] + limits["max_output_tokens"] == 32768
+    provider, name = opencode["model"].split("/")
+    assert opencode["provider"][provider]["options"]["baseURL"] == "http://127.0.0.1:8080/v1"
+    assert name in opencode["provider"][provider]["models"]
+    for shell in examples("agents.md", language="sh"):
+        subprocess.run(["sh", "-n", "-c", shell], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_node(gateway: GatewayProcess, clients: Path, tmp_path: Path) -> None:
+    path = f"{clients}:{os.environ['PATH']}"
+    _run("npm", "install", "--no-audit", "--no-fund", "openai@6", folder=tmp_path, seconds=300, PATH=path)
+    (tmp_path / "example.mjs").write_text(_mine("Node", "js", gateway))
+    text, streamed = _run("node", "example.mjs", folder=tmp_path, PATH=path).stdout.split("\n", 1)
+    assert len(text) > 10
+    assert len(streamed) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_langchain(gateway: GatewayProcess, clients: Path, tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(_mine("LangChain", "python", gateway))
+    text, streamed = _run(clients / "python", "example.py", folder=tmp_path).stdout.split("\n", 1)
+    assert len(text) > 10
+    assert len(streamed) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_llm(gateway: GatewayProcess, clients: Path, tmp_path: Path) -> None:
+    path = f"{clients}:{os.environ['PATH']}"
+    environment = {"PATH": path, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+    printed = _run("sh", "-euc", _mine("llm", "sh", gateway), folder=tmp_path, **environment).stdout
+    assert len(printed) > 10
+
+
+def _mine(heading: str, language: str, gateway: GatewayProcess) -> str:
+    return adapted(example(_PAGE, heading, language=language), url=gateway.url, model=MODEL_ID)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_langchain_standard_tests(one_engine: str, demo_model: Path, clients: Path, tmp_path: Path) -> None:
+    """All that the model can pass pass, and none of those that it cannot has become able to in silence."""
+    model = {"path": str(demo_model), "context": 2048, "parallel": 2, "max_tokens": 400}
+    config = {
+        "engine": {"binary": one_engine},
+        "memory": {"ram_reserve": "256MiB"},
+        "models": {"model": model, "other": model},
+    }
+    report = tmp_path / "report.xml"
+    # Away from our own conftest.
+    shutil.copy(_ROOT / "tests" / "langchain_standard.py", tmp_path)
+    arguments = ["-p", "no:cacheprovider", "-c", os.devnull, f"--junitxml={report}"]
+    # One loop for all tests: LangChain keeps its connections over several models.
+    loops = ["-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"]
+    with running_gateway(config, tmp_path) as gateway:
+        subprocess.run(
+            [str(clients / "python"), "-m", "pytest", "-q", *arguments, *loops, "langchain_standard.py"],
+            cwd=tmp_path,
+            env=os.environ | {"GATEWAY_URL": gateway.url},
+            timeout=1200,
+            check=False,
+        )
+    cases = {case.attrib["name"]: case for case in ElementTree.parse(report).iter("testcase")}
+    failed = {
+        name for name, case in cases.items() if case.find("failure") is not None or case.find("error") is not None
+    }
+    skipped = {name for name, case in cases.items() if case.find("skipped") is not None}
+    assert failed == CANNOT.keys()
+    assert len(cases) - len(failed) - len(skipped) >= 30
