@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,18 @@ from app.gguf import TENSOR_TYPES, TensorInfo, read_header
 from tests.gguf_writer import Shape, write
 
 _SEED = 7
+_NORMAL, _CONTROL = 1, 3
 
 
-def write_random(path: Path, shape: Shape) -> Path:
-    """Write ``shape``, whose tensors are F32 or F16, with a vocabulary and weights.
+def write_random(path: Path, shape: Shape, *, specials: Sequence[str] = ()) -> Path:
+    """Write ``shape``, whose tensors are F32 or F16, with a vocabulary that ends with ``specials``, and weights.
 
     Norms are one and the output is wide, so that the likeliest word stays so whatever a device rounds.
     """
-    write(path, shape, words=True, extra={"tokenizer.ggml.tokens": _vocabulary(shape.vocabulary)})
+    plain = shape.vocabulary - len(specials)
+    kinds = [_NORMAL] * plain + [_CONTROL] * len(specials)
+    extra = {"tokenizer.ggml.tokens": [*_vocabulary(plain), *specials], "tokenizer.ggml.token_type": kinds}
+    write(path, shape, words=True, extra=extra)
     generator = np.random.default_rng(_SEED)
     facts = read_header(path)
     data_bytes = max(tensor.offset + -(-tensor.size_bytes // 32) * 32 for tensor in facts.tensors)

@@ -1,4 +1,4 @@
-"""llama-server's own extras: tokens of a text, the text of tokens, what a template makes, how many tokens that is."""
+"""llama-server's own extras: tokens of a text and back, what a template makes and counts, filling in the middle."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from starlette.routing import BaseRoute, Route
 
 from app.api.body import read_json_body
 from app.api.gateway import gateway_of, key_of
+from app.api.preferences import preferences
 from app.gguf import Kind
 from app.protocol import (
     Inspection,
     chat_request,
     detokenize_request,
+    infill_request,
     parse_object,
     template_request,
     tokenize_request,
@@ -45,6 +47,12 @@ async def count_chat(request: Request) -> ExchangeResponse:
     return gateway.proxy.count(chat, key, write=_count, endpoint="input_tokens")
 
 
+async def infill(request: Request) -> ExchangeResponse:
+    """``POST /infill``: what goes between a prefix and a suffix; neither is ever cut."""
+    gateway, key = gateway_of(request), key_of(request)
+    return gateway.proxy.fill(infill_request(await _document(request)), key, preferences(request.headers))
+
+
 async def _inspect(
     request: Request, parse: Callable[[Mapping[str, Any]], Inspection], *, kind: Kind | None
 ) -> ExchangeResponse:
@@ -70,6 +78,7 @@ _HANDLERS = {
     "/detokenize": detokenize,
     "/apply-template": apply_template,
     "/chat/completions/input_tokens": count_chat,
+    "/infill": infill,
 }
 routes: list[BaseRoute] = [
     Route(prefix + path, handler, methods=["POST"]) for path, handler in _HANDLERS.items() for prefix in ("", "/v1")

@@ -10,6 +10,7 @@ from app.protocol.completion_answer import CompletionAnswer, CompletionStream, a
 from app.protocol.delta import CallDelta, Delta, DeltaReader
 from app.protocol.embedding import EmbeddingRequest, parse_embedding_request
 from app.protocol.fields import parse_object
+from app.protocol.infill import InfillRequest, ask_infill, infill_request
 from app.protocol.inspection import Inspection, detokenize_request, template_request, tokenize_request
 from app.protocol.prompts import Prompt, prompts_of
 from app.protocol.question import Part, Question
@@ -32,6 +33,7 @@ __all__ = [
     "DeltaReader",
     "EmbeddingRequest",
     "EventTooLong",
+    "InfillRequest",
     "Inspection",
     "Part",
     "Prompt",
@@ -45,11 +47,13 @@ __all__ = [
     "UsageMeter",
     "ask_chat",
     "ask_completion",
+    "ask_infill",
     "chat_request",
     "checked",
     "detokenize_request",
     "error_event",
     "event_data",
+    "infill_request",
     "parse_chat_request",
     "parse_completion_request",
     "parse_embedding_request",

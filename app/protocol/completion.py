@@ -110,7 +110,11 @@ class CompletionRequest:
 
 def parse_completion_request(body: bytes) -> CompletionRequest:
     """Check a body of ``/v1/completions``; raises RequestError or InvalidValue naming the field."""
-    document = parse_object(body)
+    return completion_request(parse_object(body))
+
+
+def completion_request(document: Mapping[str, Any]) -> CompletionRequest:
+    """The same for a body that is read already; raises InvalidValue."""
     _refuse_what_is_not_there(document)
     fields = {key: document[key] for key in _FORWARDED if document.get(key) is not None}
     check_size(fields)

@@ -10,10 +10,11 @@ from app.errors import UnsupportedEndpoint
 from app.gguf import Kind
 from app.images import Images
 from app.metrics import Metrics
-from app.protocol import Ask, ChatRequest, Inspection, Question, checked
+from app.protocol import Ask, ChatRequest, InfillRequest, Inspection, Question, checked
 from app.proxy.counting import Counting
 from app.proxy.exchange import ExchangeResponse, Patience, Work
 from app.proxy.exchanges import Exchanges
+from app.proxy.filling import Filling
 from app.proxy.generation import Generation
 from app.proxy.inspector import Inspector
 from app.proxy.parts import Parts
@@ -87,6 +88,11 @@ class Proxy:
         """The response to a question for numbers; raises as ``model`` does."""
         model = self.model(question.model, key, kind)
         return self.exchange(Query(self.parts, question, model=model, key=key, preferences=preferences))
+
+    def fill(self, request: InfillRequest, key: ApiKey, preferences: Preferences = _NO_PREFERENCES) -> ExchangeResponse:
+        """The response to a request to fill in the middle; raises as ``model`` does."""
+        model = self.model(request.completion.model, key)
+        return self.exchange(Filling(self.parts, request, model=model, key=key, preferences=preferences))
 
     def inspect(self, inspection: Inspection, key: ApiKey, kind: Kind | None) -> ExchangeResponse:
         """The response to a small question about tokens or templates; raises as ``model`` does."""
