@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,6 +12,9 @@ from typing import Any
 
 import psutil
 import pynvml
+
+if sys.platform != "win32":
+    import resource
 
 _ROOT = Path("/")
 _MIB = 1 << 20
@@ -25,6 +29,15 @@ _HOLDERS_NAMED = 3
 _PERFORMANCE_SHARE = 0.5
 # cgroup v1 writes "no limit" as the largest multiple of a page.
 _NO_LIMIT = 1 << 60
+
+
+# What engines are built for, by the kernel's names of it, oldest first.
+_CPU_FLAGS = {
+    "avx": "AVX", "f16c": "F16C", "fma": "FMA", "avx2": "AVX2", "bmi2": "BMI2",
+    "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX-VNNI", "amx_tile": "AMX",
+}  # fmt: skip
+CPU_FEATURES = tuple(_CPU_FLAGS.values())
+"""Features of x86 CPUs that make an engine fast, or that one was built for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +257,21 @@ def usable_threads(*, root: Path = _ROOT) -> int:
     cores = len({_core(root, cpu) for cpu in fast})
     quotas = [int(quota) for quota in _cpu_quotas(root)]
     return max(1, min([cores, *quotas]))
+
+
+def cpu_features(*, root: Path = _ROOT) -> tuple[str, ...]:
+    """Those of CPU_FEATURES that this CPU has; empty where the kernel does not list them."""
+    line = re.search(r"^flags\s*:(.*)$", _text(root / "proc/cpuinfo"), re.MULTILINE)
+    present = set(line[1].split()) if line else set()
+    return tuple(name for flag, name in _CPU_FLAGS.items() if flag in present)
+
+
+def open_files_limit() -> int | None:
+    """How many files and connections a process of ours may have open; None where that is not limited."""
+    if sys.platform == "win32":
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _allowed_cpus(root: Path) -> frozenset[int]:

@@ -21,6 +21,7 @@ _LIGHT = {
     "plan": (["plan", "model.gguf"], _SERVER | _SETTINGS | {"rich"}),
     "keys": (["keys", "new", "alice"], _SERVER | _SETTINGS | {"rich", "psutil"}),
     "version": (["version"], _SERVER | _SETTINGS | {"rich", "psutil"}),
+    "doctor": (["doctor"], _SERVER | _SETTINGS | {"rich"}),
     "help": (["--help"], _SERVER | _SETTINGS | {"psutil"}),
     "check-config": (["check-config", "config.yaml"], _SERVER - {"asyncio"}),
 }

@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "Fetch a small model, serve it, ask it a question through the gateway's own API.",
     "plan": "Show how a model would be placed on this machine, or on one that you describe.",
     "check-config": "Check a configuration and the headers of its models; exit code 0 when it can be served.",
+    "doctor": "Look at engines, devices, CPU, memory and limits; name each problem and its cure.",
     "keys": "API keys.",
     "top": "Show models, memory, speed and queue of a running gateway, live.",
     "version": "Print the version.",

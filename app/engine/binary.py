@@ -16,6 +16,7 @@ from pathlib import Path
 from app.engine.environment import child_environment
 from app.engine.probe import ProbeResult, run_probe
 from app.errors import EngineUnusable
+from app.hardware import CPU_FEATURES, cpu_features
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +39,6 @@ _HELP_ROW = re.compile(r"^(-{1,2}[A-Za-z][\w.-]*(?:, +-{1,2}[A-Za-z][\w.-]*)*)(?
 _REMOVED = "the argument has been removed"
 _LOADER_LINE = re.compile(r"^.*(?:error while loading shared libraries|cannot open shared object|symbol lookup error|"
                           r"Library not loaded|version `[^']+' not found).*$", re.MULTILINE)  # fmt: skip
-_CPU_FLAGS = {
-    "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "bmi2": "BMI2",
-    "avx512f": "AVX-512", "avx512_vnni": "AVX-512 VNNI", "avx_vnni": "AVX-VNNI", "amx_tile": "AMX",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +237,9 @@ def _signal_name(number: int) -> str:
 
 
 def _missing_cpu_flags() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    line = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    if line is None:
-        return ""
-    present = set(line[1].split())
-    missing = [name for flag, name in _CPU_FLAGS.items() if flag not in present]
-    return f" (this one has no {', '.join(missing)})" if missing else ""
+    present = cpu_features()
+    missing = [name for name in CPU_FEATURES if name not in present]
+    return f" (this one has no {', '.join(missing)})" if present and missing else ""
 
 
 def _quoted(line: str) -> str:
