@@ -137,6 +137,20 @@ def test_an_answer_that_the_client_has_begun_is_continued(client: anthropic.Anth
     assert "three" in message.content[0].text
 
 
+def test_a_template_that_cannot_think_passes_over_the_wish(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(
+        model=MODEL_ID, max_tokens=4, messages=QUESTION, thinking={"type": "enabled", "budget_tokens": 2}
+    )
+    assert [block.type for block in message.content] == ["text"]
+
+
+def test_the_beta_client(client: anthropic.Anthropic) -> None:
+    message = client.beta.messages.create(
+        model=MODEL_ID, max_tokens=2, messages=QUESTION, betas=["context-1m-2025-08-07"]
+    )
+    assert message.usage.output_tokens == 2
+
+
 class _Verdict(BaseModel):
     is_blue: bool
 
