@@ -273,6 +273,23 @@ def test_of_many_slots_the_idle_ones_are_one_piece() -> None:
     assert "48 idle" in drawn(48)
 
 
+async def test_a_page_that_cannot_be_drawn_leaves_nothing_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    broadcaster = scene.broadcaster()
+    good, scene.now = scene.now, dataclasses.replace(scene.now, models=(None,))  # type: ignore[arg-type]
+    with pytest.raises(AttributeError), broadcaster.watch(OPERATOR):
+        pass
+    assert broadcaster.watchers == 0
+    scene.now = good
+    with broadcaster.watch(OPERATOR) as board:
+        scene.now = dataclasses.replace(good, models=(None,))  # type: ignore[arg-type]
+        await broadcaster.change()
+        assert "could not be drawn" in caplog.text
+        scene.now = sample("c")
+        while board.models() != ["c"]:
+            await broadcaster.change()
+
+
 async def test_each_audience_has_a_board_of_its_own() -> None:
     scene = Scene()
     broadcaster = scene.broadcaster()

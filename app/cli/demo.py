@@ -138,7 +138,7 @@ class Demo:
         self._out.print(f"\nspeed    prompt {prompt:.0f} tokens/s, answer {generation:.0f} tokens/s")
         self._out.print(f"memory   engine {engine_bytes / _MIB:.0f} MiB, gateway {own_bytes / _MIB:.0f} MiB")
         if not self._once:
-            self._out.print("\nServing until Ctrl-C. Try:", markup=False)
+            self._out.print(f"\nServing until Ctrl-C. Look at {url}/, or try:", markup=False)
             line = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
         else:
             self._out.print("\nNext, with a model of your own:", markup=False)

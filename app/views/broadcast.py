@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,9 +36,8 @@ class Board:
         self.frame = 0
         self._regions: dict[str, _Shown] = {}
 
-    def draw(self, page: Page, sample: Sample) -> None:
-        """Render what has changed."""
-        self.frame += 1
+    def draw(self, page: Page, sample: Sample) -> Iterator[None]:
+        """Render what has changed, a region per step, so that answers may go out in between; seen after the last."""
         regions: dict[str, _Shown] = {}
         for region in page.regions(sample, self.audience):
             before = self._regions.get(region.name)
@@ -45,9 +45,11 @@ class Board:
                 regions[region.name] = before
                 continue
             html = region.render()
-            frame = before.frame if before is not None and before.html == html else self.frame
+            frame = before.frame if before is not None and before.html == html else self.frame + 1
             regions[region.name] = _Shown(region.shows, html, frame)
+            yield
         self._regions = regions
+        self.frame += 1
 
     def since(self, frame: int) -> dict[str, str]:
         """HTML of the regions that have changed after a frame."""
@@ -88,8 +90,9 @@ class Broadcaster:
         """The board for this audience, kept up to date until the block ends."""
         board = self._boards.get(audience)
         if board is None:
-            board = self._boards[audience] = Board(audience)
-            board.draw(self._page, self._look())
+            board = Board(audience)
+            deque(board.draw(self._page, self._look()), maxlen=0)
+            self._boards[audience] = board
         board.watchers += 1
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="broadcast")
@@ -115,14 +118,15 @@ class Broadcaster:
             await asyncio.sleep(self._interval_seconds)
             self.is_over = self._is_draining()
             if not self.is_over:
-                self._draw()
+                await self._draw()
             self._wake()
 
-    def _draw(self) -> None:
+    async def _draw(self) -> None:
         try:
             sample = self._look()
-            for board in self._boards.values():
-                board.draw(self._page, sample)
+            for board in tuple(self._boards.values()):
+                for _ in board.draw(self._page, sample):
+                    await asyncio.sleep(0)
         except Exception:
             # Whatever it was, who watches must not be left with a page that stands still for ever.
             _log.exception("the status page could not be drawn")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from app.backends import LocalBackend
 from app.events import Event
 from app.hardware import DeviceMemory
 from app.logs import redact
+from app.metrics import Metrics
 from app.proxy import Phase, Progress
 from app.supervisor import ModelStatus
 from app.views.history import History, Point, Totals
@@ -82,6 +83,23 @@ class Sample:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Gauges:
+    """What others have measured of each model, by its name."""
+
+    resident_bytes: Mapping[str, float]
+    answer_rates: Mapping[str, float]
+    prompt_rates: Mapping[str, float]
+
+    @classmethod
+    def read(cls, metrics: Metrics) -> _Gauges:
+        return cls(
+            _by_label(metrics.engine_resident, "model"),
+            _by_label(metrics.generation_rate, "model"),
+            _by_label(metrics.prompt_rate, "model"),
+        )
+
+
 class Observer:
     """Takes samples of one gateway."""
 
@@ -103,15 +121,13 @@ class Observer:
         gateway = self._gateway
         statuses, running = list(gateway.supervisor), gateway.proxy.progress()
         self._history.add(now, self._totals(statuses, running))
-        resident_bytes = _by_label(gateway.metrics.engine_resident, "model")
+        gauges = _Gauges.read(gateway.metrics)
         return Sample(
             at=time.time(),
             started_at=gateway.started_at,
             is_draining=gateway.is_draining,
-            models=tuple(
-                self._model(status, running, int(resident_bytes.get(status.model.id, 0))) for status in statuses
-            ),
-            places=self._places(statuses, resident_bytes),
+            models=tuple(self._model(status, running, gauges) for status in statuses),
+            places=self._places(statuses, gauges.resident_bytes),
             events=tuple(gateway.events.latest(_EVENTS_SHOWN)),
         )
 
@@ -130,7 +146,7 @@ class Observer:
             for name in names
         }
 
-    def _model(self, status: ModelStatus, running: Iterable[Progress], resident_bytes: int) -> ModelView:
+    def _model(self, status: ModelStatus, running: Iterable[Progress], gauges: _Gauges) -> ModelView:
         gateway, model, plan = self._gateway, status.model, status.plan
         because, point = why(status, gateway.events.last_of(model.id)), self._history.latest(model.id)
         summary = plan.summary() if plan is not None else None
@@ -152,11 +168,11 @@ class Observer:
             waiting=gateway.scheduler.waiting(model.id),
             waiting_for_model=status.waiting,
             load_seconds=status.load_seconds,
-            resident_bytes=resident_bytes,
+            resident_bytes=int(gauges.resident_bytes.get(model.id, 0)),
             answer_rate=point.answer_rate if point is not None else None,
             prompt_rate=point.prompt_rate if point is not None else None,
-            last_answer_rate=_by_label(gateway.metrics.generation_rate, "model").get(model.id),
-            last_prompt_rate=_by_label(gateway.metrics.prompt_rate, "model").get(model.id),
+            last_answer_rate=gauges.answer_rates.get(model.id),
+            last_prompt_rate=gauges.prompt_rates.get(model.id),
             expected_answer_rate=plan.expected.decode_tokens_per_second if plan is not None else None,
             expected_basis=plan.expected.basis if plan is not None else None,
             reasons=tuple((one.setting, one.value, one.because) for one in plan.reasons) if plan is not None else (),
@@ -164,7 +180,7 @@ class Observer:
             points=tuple(self._history.of(model.id)),
         )
 
-    def _places(self, statuses: Iterable[ModelStatus], resident_bytes: dict[str, float]) -> tuple[Place, ...]:
+    def _places(self, statuses: Iterable[ModelStatus], resident_bytes: Mapping[str, float]) -> tuple[Place, ...]:
         gateway = self._gateway
         residents = []
         for status in statuses:
