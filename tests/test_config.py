@@ -23,6 +23,7 @@ from app.config import (
     Settings,
     load_settings,
 )
+from app.config.remote import OF_A_REMOTE, OF_OUR_ENGINES
 from app.engine.flags import check_extra_args
 from app.errors import ConfigError, ModelNotFound
 
@@ -125,6 +126,13 @@ _MISPLACED = {
     ),
     "tokenizer": ("models:\n  m:\n    url: http://x/v1\n    tokenizer: gone.gguf", 4, "there is no file"),
 }
+
+
+def test_of_every_key_it_is_known_what_models_it_is_for() -> None:
+    """A new key is for all, or named among those of our engines, or among those of other servers."""
+    both = {"path", "url", "aliases", "context", "parallel", "max_tokens", "max_tokens_ceiling", "on_overflow"}
+    both |= {"max_queue", "kind"}
+    assert both | {*OF_OUR_ENGINES, *OF_A_REMOTE} == set(ModelEntry.model_fields)
 
 
 @pytest.mark.parametrize("key", _MISPLACED)

@@ -9,10 +9,11 @@ from app.config.document import Document
 from app.config.settings import ModelEntry, Settings
 
 # They say how an engine of ours is run, which a server elsewhere decides for itself.
-_OF_OUR_ENGINES = (
+OF_OUR_ENGINES = (
     "mmproj",
     "draft",
     "kv_cache",
+    "allow_smaller_context",
     "offload",
     "idle_unload",
     "pin",
@@ -21,7 +22,7 @@ _OF_OUR_ENGINES = (
     "require_gpu",
     "extra_args",
 )
-_OF_A_REMOTE = ("key_env", "remote_model", "tokenizer")
+OF_A_REMOTE = ("key_env", "remote_model", "tokenizer")
 
 
 def remote_problems(settings: Settings, document: Document) -> Iterator[str]:
@@ -33,7 +34,7 @@ def remote_problems(settings: Settings, document: Document) -> Iterator[str]:
 
 def _problems(entry: ModelEntry) -> Iterator[tuple[str, str]]:
     is_remote = entry.url is not None
-    for key in _OF_OUR_ENGINES if is_remote else _OF_A_REMOTE:
+    for key in OF_OUR_ENGINES if is_remote else OF_A_REMOTE:
         if key in entry.model_fields_set:
             yield key, f"this key is for models with a {'path' if is_remote else 'url'}; leave it out here."
     if is_remote and entry.key_env is not None and not os.environ.get(entry.key_env):
