@@ -272,7 +272,7 @@ class Engine:
     def _props(self) -> object:
         settings = {"params": {"temperature": 0.8, "max_tokens": -1}, "n_ctx": self.n_ctx}
         names = {"total_slots": self.n_slots, "model_alias": self.line.alias, "model_path": "fake.gguf"}
-        modalities = {"vision": False, "video": False, "audio": False}
+        modalities = {"vision": False, "video": False, "audio": self.switches.audio}
         rest = {"modalities": modalities, "chat_template": "", "build_info": "b11669-fake", "is_sleeping": False}
         return {"default_generation_settings": settings, **names, **rest}
 

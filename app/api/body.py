@@ -1,8 +1,9 @@
-"""Read a JSON body within bounds."""
+"""Read a body within bounds."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -14,17 +15,24 @@ _JSON_TYPES = frozenset({"", "application/json", "text/plain", "text/json"})
 
 
 async def read_json_body(request: Request, *, limit_bytes: int, idle_seconds: float = _IDLE_SECONDS) -> bytes:
-    """The body; raises BodyTooLarge, UnsupportedMediaType or RequestTimeout.
+    """A JSON body; raises BodyTooLarge, UnsupportedMediaType or RequestTimeout.
 
     A body whose announced length is over the limit is refused before it is read.
     """
     _check_type(request)
+    parts = parts_of_body(request, limit_bytes=limit_bytes, idle_seconds=idle_seconds)
+    return b"".join([part async for part in parts])
+
+
+async def parts_of_body(
+    request: Request, *, limit_bytes: int, idle_seconds: float = _IDLE_SECONDS
+) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; raises BodyTooLarge or RequestTimeout."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit_bytes:
         raise _too_large(limit_bytes)
-    parts: list[bytes] = []
-    size_bytes = 0
-    while True:
+    size_bytes, more = 0, True
+    while more:
         try:
             async with asyncio.timeout(idle_seconds):
                 message = await request.receive()
@@ -36,9 +44,8 @@ async def read_json_body(request: Request, *, limit_bytes: int, idle_seconds: fl
         size_bytes += len(part)
         if size_bytes > limit_bytes:
             raise _too_large(limit_bytes)
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+        yield part
+        more = message.get("more_body", False)
 
 
 def _check_type(request: Request) -> None:

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 
 from app.api import (
     admin,
+    audio,
     chat,
     completions,
     embeddings,
@@ -20,6 +21,6 @@ from app.api import (
 )
 
 router = APIRouter()
-_OF_TEXT = (chat, completions, embeddings, tokens, messages, responses, models)
+_OF_TEXT = (chat, completions, embeddings, tokens, audio, messages, responses, models)
 for _noun in (*_OF_TEXT, health, usage, admin, events, openapi):
     router.routes.extend(_noun.routes)

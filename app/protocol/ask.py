@@ -45,7 +45,7 @@ class Answer(Protocol):
 class Ask:
     """``endpoint`` is the name in the metrics; the makers get the prompt's tokens as admitted.
 
-    With ``exact`` that number is the engine's own count, never a bound.
+    With ``exact`` that number is the engine's own count, never a bound. ``content_type`` is that of a whole answer.
     """
 
     request: TextRequest
@@ -53,6 +53,7 @@ class Ask:
     new_stream: Callable[[int], StreamRendering]
     new_answer: Callable[[int], Answer]
     exact: bool = False
+    content_type: bytes = b"application/json"
 
 
 class ChatStream:

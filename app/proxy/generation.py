@@ -217,7 +217,7 @@ class Generation:
         self._require_complete()
         body = answer.body(self._meter.usage or Usage())
         self._account.first_byte = time.monotonic()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [(b"content-type", self._ask.content_type), (b"content-length", str(len(body)).encode())]
         await outlet.begin(headers + self._context_headers())
         await outlet.write(body, more=False)
 
