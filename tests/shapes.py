@@ -378,3 +378,20 @@ def _shared_expert(table: _Table, layer: int, embedding: int, width: int, *, gat
     table.matrix("ffn_gate_shexp", embedding, width, layer=layer)
     table.matrix("ffn_up_shexp", embedding, width, layer=layer)
     table.matrix("ffn_down_shexp", width, embedding, layer=layer)
+
+
+def small_mixture() -> Shape:
+    """One that a software device can really load: no tensor is over its limit of 128 MiB."""
+    return mixture(
+        layers=6,
+        embedding=256,
+        heads=4,
+        kv_heads=2,
+        head_length=64,
+        experts=16,
+        used=2,
+        expert_feed_forward=1024,
+        vocabulary=2000,
+        context=1024,
+        kind=uniform("F32"),
+    )

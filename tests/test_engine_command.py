@@ -20,25 +20,10 @@ from app.hardware import Device, Machine, parse_device_list
 from app.memory import HostLedger, KVType, MemoryLedger, Placement
 from app.offload import Expected, OffloadPlan, Wish
 from tests.checklist import lines
+from tests.placements import BASE
 
 GIB = 1 << 30
-CPU_ONLY = Placement(
-    gpu_layers=0,
-    cpu_moe_layers=0,
-    tensor_split=(),
-    kv_cache_k=KVType.F16,
-    kv_cache_v=KVType.F16,
-    flash_attention=True,
-    context_per_request=4096,
-    parallel=2,
-    batch=512,
-    ubatch=256,
-    threads=3,
-    load_mode="mmap",
-    cache_ram_mib=512,
-    context_checkpoints=4,
-    mmproj_on=None,
-)
+CPU_ONLY = replace(BASE, parallel=2, batch=512, ubatch=256, threads=3, cache_ram_mib=512, context_checkpoints=4)
 GPU = Device("CUDA0", "a card", 8 * GIB, 7 * GIB)
 
 

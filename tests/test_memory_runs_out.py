@@ -50,19 +50,7 @@ async def test_a_full_card_gets_the_model_on_the_third_try(
     engine: EngineBinary, small_card: int, tmp_path: Path
 ) -> None:
     """All of it takes 310 MiB, 303 with smaller ubatches, 228 with the experts of two layers in RAM."""
-    shape = shapes.mixture(
-        layers=6,
-        embedding=256,
-        heads=4,
-        kv_heads=2,
-        head_length=64,
-        experts=16,
-        used=2,
-        expert_feed_forward=1024,
-        vocabulary=2000,
-        context=1024,
-        kind=shapes.uniform("F32"),
-    )
+    shape = shapes.small_mixture()
     model = write(tmp_path / "mixture.gguf", shape, words=True)
     # The engine's trial run would compile every kernel for the CPU that plays the device.
     entry = {"kv_cache": "f16", "extra_args": ["--no-warmup"]}

@@ -16,50 +16,16 @@ from app.credential import new_key
 from tests.fleet import fake_binary
 from tests.gateway import GatewayProcess, running_gateway, wait_until
 from tests.messages_events import events, folded
+from tests.odd_engines import serving_odd_engines
 
 _PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TOOL: Any = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
 
 
-def _call(index: int, arguments: str, **more: str) -> dict[str, Any]:
-    name = {"name": more.pop("name")} if "name" in more else {}
-    return {"tool_calls": [{"index": index, "function": {"arguments": arguments, **name}, **more}]}
-
-
-_ENGINES: dict[str, dict[str, Any]] = {
-    "thinker": {
-        "tool_deltas": [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "42"}],
-        "segment_bytes": 7,
-    },
-    "caller": {
-        "tool_deltas": [
-            {"content": "I look."},
-            _call(0, "", name="look", id="aB3", type="function"),
-            _call(0, '{"where":"\\u53'),
-            _call(0, '17京"}'),
-            _call(1, "{}", name="look", id="cD4", type="function"),
-        ]
-    },
-    "dying": {"die": "sigkill@3", "chunks": 50},
-    # Its error is that of a full context, which passes by.
-    "failing": {"error_event": 3, "chunks": 50},
-    "unending": {"half_line": 3, "chunks": 50},
-    "slow": {"chunks": 10_000, "chunk_interval_seconds": 0.05},
-}
-
-
 @pytest.fixture(scope="module")
 def gateway(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    folder = tmp_path_factory.mktemp("messages")
-    for name, switches in _ENGINES.items():
-        (folder / f"{name}.json").write_bytes(orjson.dumps(switches))
-    config = {
-        "engine": {"binary": str(fake_binary(folder))},
-        "memory": {"ram_reserve": 0},
-        "models": {name: {"path": str(demo_model), "context": 1024, "parallel": 1} for name in _ENGINES},
-    }
-    with running_gateway(config, folder, environment={"FAKE_SWITCHES": str(folder)}) as running:
+    with serving_odd_engines(demo_model, tmp_path_factory.mktemp("messages")) as running:
         yield running
 
 
@@ -101,7 +67,7 @@ def test_tools_there_and_back(client: anthropic.Anthropic, stream: bool) -> None
     text, first, second = message.content
     assert text.text == "I look."
     assert (first.type, first.id, first.name, first.input) == ("tool_use", "aB3", "look", {"where": "北京"})
-    assert (second.id, second.input) == ("cD4", {})
+    assert (second.id, second.input) == ("cD4", {"where": "x"})
     results: list[Any] = [
         {"type": "tool_result", "tool_use_id": "aB3", "content": [{"type": "text", "text": "rain"}]},
         {"type": "tool_result", "tool_use_id": "cD4", "content": "no such place", "is_error": True},

@@ -24,19 +24,7 @@ def gateway(native_engine: Path | None, tmp_path_factory: pytest.TempPathFactory
     if native_engine is None:
         pytest.skip("no native engine")
     folder = tmp_path_factory.mktemp("partial")
-    shape = shapes.mixture(
-        layers=6,
-        embedding=256,
-        heads=4,
-        kv_heads=2,
-        head_length=64,
-        experts=16,
-        used=2,
-        expert_feed_forward=1024,
-        vocabulary=2000,
-        context=1024,
-        kind=shapes.uniform("F32"),
-    )
+    shape = shapes.small_mixture()
     path = str(write_random(folder / "mixture.gguf", shape))
     common: dict[str, Any] = {"path": path, "context": 512, "max_tokens": 32}
     config = {

@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from tests.conftest import MODEL_ID
-from tests.fleet import fake_binary
 from tests.gateway import GatewayProcess, running_gateway
+from tests.odd_engines import serving_odd_engines
 from tests.test_deaths import engine_process
 
 TOOL: dict[str, Any] = {
@@ -32,43 +32,9 @@ TOOL: dict[str, Any] = {
 }
 
 
-def _call(index: int, arguments: str, **more: str) -> dict[str, Any]:
-    name = {"name": more.pop("name")} if "name" in more else {}
-    return {"tool_calls": [{"index": index, "function": {"arguments": arguments, **name}, **more}]}
-
-
-_ENGINES: dict[str, dict[str, Any]] = {
-    "thinker": {
-        "tool_deltas": [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "42"}],
-        "segment_bytes": 7,
-    },
-    "caller": {
-        "tool_deltas": [
-            {"content": "I look."},
-            _call(0, "", name="look", id="aB3", type="function"),
-            _call(0, '{"where":"\\u53'),
-            _call(0, '17京"}'),
-            _call(1, '{"where":"x"}', name="look", id="cD4", type="function"),
-        ]
-    },
-    "dying": {"die": "sigkill@3", "chunks": 50},
-    # Its error is that of a full context, which passes by.
-    "failing": {"error_event": 3, "chunks": 50},
-    "unending": {"half_line": 3, "chunks": 50},
-}
-
-
 @pytest.fixture(scope="module")
 def fakes(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    folder = tmp_path_factory.mktemp("responses")
-    for name, switches in _ENGINES.items():
-        (folder / f"{name}.json").write_bytes(orjson.dumps(switches))
-    config = {
-        "engine": {"binary": str(fake_binary(folder))},
-        "memory": {"ram_reserve": 0},
-        "models": {name: {"path": str(demo_model), "context": 1024, "parallel": 1} for name in _ENGINES},
-    }
-    with running_gateway(config, folder, environment={"FAKE_SWITCHES": str(folder)}) as running:
+    with serving_odd_engines(demo_model, tmp_path_factory.mktemp("responses")) as running:
         yield running
 
 

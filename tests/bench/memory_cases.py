@@ -10,25 +10,10 @@ from typing import Any
 from app.memory import KVType, Placement
 from tests import further_shapes, recurrent_shapes, shapes
 from tests.gguf_writer import Shape
+from tests.placements import BASE
 
 _ALL = 999
-DEFAULT = Placement(
-    gpu_layers=_ALL,
-    cpu_moe_layers=0,
-    tensor_split=(),
-    kv_cache_k=KVType.F16,
-    kv_cache_v=KVType.F16,
-    flash_attention=True,
-    context_per_request=8192,
-    parallel=1,
-    batch=2048,
-    ubatch=512,
-    threads=2,
-    load_mode="mmap",
-    cache_ram_mib=0,
-    context_checkpoints=0,
-    mmproj_on=None,
-)
+DEFAULT = replace(BASE, gpu_layers=_ALL, context_per_request=8192)
 
 
 @dataclass(frozen=True)
