@@ -32,6 +32,8 @@ def check_size(document: Mapping[str, Any]) -> None:
     # The document itself is the first.
     for _ in range(MAX_DEPTH - 1):
         deeper = [(name, value) for name, value in level if isinstance(value, dict | list)]
+        if not deeper:
+            return
         level = []
         for name, value in deeper:
             if isinstance(value, dict) and len(value) > MAX_KEYS:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from app.errors import InvalidValue
+from app.protocol.fields import check_size
 
 _ROLES = frozenset({"user", "assistant", "system"})
 # Claude Code puts one before its system prompt; it differs each time, so that no prompt would find its cache again.
@@ -199,5 +200,7 @@ def _call(block: _Block) -> dict[str, Any]:
     arguments = block.fields.get("input")
     if not isinstance(arguments, dict):
         raise InvalidValue(f"'{block.where}.input' must be an object.", param=f"{block.where}.input")
+    # Everything else is looked at as a part of the chat; this becomes a text of it.
+    check_size({f"{block.where}.input": arguments})
     function = {"name": block.text("name"), "arguments": orjson.dumps(arguments).decode()}
     return {"id": block.text("id"), "type": "function", "function": function}

@@ -8,26 +8,11 @@ from typing import Any
 
 from app.errors import InvalidValue
 from app.protocol.chat import ChatRequest, chat_request
-from app.protocol.fields import MAX_INTEGER, boolean, check_size, integer, model_name, parse_object
+from app.protocol.fields import MAX_INTEGER, boolean, integer, model_name, parse_object
 from app.protocol.messages.content import chat_messages
 from app.protocol.messages.thinking import Thinking, read_thinking
 from app.protocol.messages.tools import chat_tool_choice, chat_tools
 
-# Everything else is ignored: metadata, cache_control, service_tier, container, betas, …
-_READ = (
-    "max_tokens",
-    "messages",
-    "output_config",
-    "output_format",
-    "stop_sequences",
-    "system",
-    "temperature",
-    "thinking",
-    "tool_choice",
-    "tools",
-    "top_k",
-    "top_p",
-)
 _MAX_STOPS = 64
 # With the word that ended an answer the engine sends the whole prompt back, in one event.
 _VERBOSE_BELOW_BYTES = 1 << 20
@@ -45,11 +30,12 @@ class MessagesRequest:
 def parse_messages_request(body: bytes, *, counts_only: bool = False) -> MessagesRequest:
     """Check a body of ``/v1/messages``; raises RequestError or InvalidValue naming the field.
 
+    Fields that are not read are ignored: metadata, cache_control, service_tier, container, betas, …
+
     With ``counts_only`` it is one of ``/v1/messages/count_tokens``, which has no limit.
     """
     document = parse_object(body)
     model = model_name(document)
-    check_size({name: document[name] for name in _READ if name in document})
     _check_no_servers(document)
     thinking = read_thinking(document)
     stops = _stops(document)
