@@ -18,8 +18,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
 
-from tests.gateway import GatewayProcess, running_gateway
-from tests.test_admin import ADMIN, USER, becomes, config, hashed
+from tests.gateway import GatewayProcess, running_gateway, wait_until
+from tests.test_admin import ADMIN, USER, config, hashed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -45,15 +45,18 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def gateway(one_engine: str, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+def gateway(
+    native_engine: Path | None, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
     """Real engines: two models of which one fits at a time, and one that never fits."""
+    engine = "embedded" if native_engine is None else str(native_engine)
     models = {
         "chatty": {"path": str(demo_model), "context": 1024, "max_tokens": 24, "parallel": 2, "aliases": ["local"]},
         "other": {"path": str(demo_model), "context": 1024},
         "huge": {"path": str(demo_model), "context": 8192, "parallel": 32},
     }
     memory = {"ram_reserve": "256MiB", "ram_limit": _ONE_MODEL, "min_residency": "0s"}
-    sections = {"engine": {"binary": one_engine}, "memory": memory, "models": models}
+    sections = {"engine": {"binary": engine}, "memory": memory, "models": models}
     with running_gateway(sections, tmp_path_factory.mktemp("browser")) as running:
         yield running
 
@@ -115,7 +118,11 @@ def says(page: Page, model: str, state: str) -> None:
 def load(gateway: GatewayProcess, model: str) -> None:
     with httpx.Client(base_url=gateway.url, timeout=30) as client:
         client.post(f"/admin/models/{model}/load").raise_for_status()
-        becomes(client, model, "ready")
+        wait_until(
+            lambda: client.get(f"/admin/models/{model}").json()["state"] == "ready",
+            seconds=_PATIENCE_MS / 1000,
+            what=f"{model} ready",
+        )
 
 
 def share_of_a_core() -> float:
