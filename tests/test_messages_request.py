@@ -269,6 +269,35 @@ def test_what_is_too_deep_is_refused() -> None:
     assert "nested" in _refused(messages=[{"role": "assistant", "content": [call]}])
 
 
+def test_what_has_too_many_keys_is_refused() -> None:
+    many = {f"k{index}": 1 for index in range(50_000)}
+    call = {"type": "tool_use", "id": "a", "name": "b", "input": many}
+    assert "keys" in _refused(messages=[{"role": "assistant", "content": [call]}])
+    assert "keys" in _refused(tools=[_TOOL | {"input_schema": many}])
+    # What nobody reads harms nobody.
+    assert _parsed(**many).chat.messages == _HI
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"nonsense",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model":"\\ud800"}',
+        b'{"max_tokens":1e400}',
+        b"\xff\xfe",
+    ],
+    ids=["empty", "a list", "no JSON", "deep lists", "deep objects", "a lone surrogate", "too large", "no UTF-8"],
+)
+def test_a_body_that_is_none_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError) as failure:
+        parse_messages_request(body)
+    assert failure.value.status == 400
+
+
 _NAMES = st.sampled_from(
     [
         "type",
