@@ -249,6 +249,18 @@ def test_pictures_in_messages_of_anthropics_api(seeing: GatewayProcess) -> None:
     assert counts[1] > 2 * (counts[0] - 50)
 
 
+def test_pictures_in_responses(seeing: GatewayProcess) -> None:
+    def ask(url: str, path: str = "") -> httpx.Response:
+        parts = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": url}]
+        body = {"model": MODEL_ID, "input": [{"role": "user", "content": parts}], "max_output_tokens": 2}
+        return httpx.post(f"{seeing.url}/v1/responses{path}", json=body, timeout=120)
+
+    counted = ask(data_url(png()), "/input_tokens").json()["input_tokens"]
+    assert counted == ask(data_url(png())).json()["usage"]["input_tokens"] > 50
+    refused = ask("https://example.org/picture.png")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].content[1].image_url")
+
+
 def test_a_picture_that_the_engine_cannot_read_is_the_clients_fault(seeing: GatewayProcess) -> None:
     """Its head is right, so that only the engine notices."""
     broken = data_url(png()[:45] + b"nonsense")

@@ -11,6 +11,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
+from tests.checklist import lines
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess
 
@@ -63,7 +64,8 @@ def test_create(client: openai.OpenAI) -> None:
     assert answer._request_id
 
 
-def test_line_96_cut_by_max_output_tokens_is_incomplete(client: openai.OpenAI) -> None:
+@lines(96)
+def test_cut_by_max_output_tokens_is_incomplete(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL_ID, "input": QUESTION, "max_output_tokens": 16, "temperature": 0}
     answer = client.responses.create(**asked)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")

@@ -13,6 +13,7 @@ import openai
 import orjson
 import pytest
 
+from tests.checklist import lines
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 from tests.odd_engines import serving_odd_engines
@@ -143,7 +144,8 @@ def _failed(gateway: GatewayProcess, model: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)
 
 
-def test_line_101_a_real_engine_is_killed_in_mid_stream(one_engine: str, demo_model: Path, tmp_path: Path) -> None:
+@lines(101)
+def test_a_real_engine_is_killed_in_mid_stream(one_engine: str, demo_model: Path, tmp_path: Path) -> None:
     config = {
         "engine": {"binary": one_engine},
         "memory": {"ram_reserve": "256MiB"},

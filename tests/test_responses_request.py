@@ -306,6 +306,19 @@ def test_what_the_chat_finds_wrong_is_told_of_the_item() -> None:
     assert (error.param, str(error)) == ("input[4].content[0]", "'input[4].content[0]' must be of type 'text'.")
 
 
+def test_a_picture_is_passed_on_and_told_of_by_its_own_name() -> None:
+    part = {"type": "input_image", "image_url": IMAGE, "detail": "low"}
+    request = _parse(input=[{"role": "user", "content": [{"type": "input_text", "text": "x"}, part]}], instructions="y")
+    (_, question) = request.chat.messages
+    assert question["content"][1] == {"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}
+    error = InvalidValue("'messages[1].content[1].image_url.url' is bad.", param="messages[1].content[1].image_url.url")
+    put_in_their_words(error, request.origins)
+    assert (error.param, error.message) == ("input[0].content[1].image_url", f"'{error.param}' is bad.")
+    with pytest.raises(InvalidValue) as refusal:
+        _parse(input=[{"role": "user", "content": [part | {"image_url": "file:///etc/passwd"}]}])
+    assert refusal.value.param == "input[0].content[0].image_url"
+
+
 def test_an_overflow_is_one_of_the_input() -> None:
     error = ContextLengthExceeded(prompt_tokens=3, max_tokens=2, context_tokens=4)
     put_in_their_words(error)

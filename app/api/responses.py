@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import orjson
@@ -24,14 +25,15 @@ _TRUNCATION = {"auto": Overflow.TRIM_OLDEST, "disabled": Overflow.REJECT}
 class _InTheirWords:
     """Refusals of the chat request that was made of a response's, under the names that the client used."""
 
-    def __init__(self, response: ExchangeResponse) -> None:
+    def __init__(self, response: ExchangeResponse, origins: Sequence[str]) -> None:
         self._response = response
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._response(scope, receive, send)
         except RequestError as error:
-            put_in_their_words(error)
+            put_in_their_words(error, self._origins)
             raise
 
 
@@ -40,14 +42,15 @@ async def create_response(request: Request) -> _InTheirWords:
     gateway, key = gateway_of(request), key_of(request)
     parsed = await _parse(request)
     wishes = _preferences(request, parsed)
-    return _InTheirWords(gateway.proxy.generate(ask_response(parsed), key, wishes))
+    return _InTheirWords(gateway.proxy.generate(ask_response(parsed), key, wishes), parsed.origins)
 
 
 async def count_input_tokens(request: Request) -> _InTheirWords:
     """``POST /v1/responses/input_tokens``: exact, and answered while all slots are busy."""
     gateway, key = gateway_of(request), key_of(request)
     parsed = await _parse(request)
-    return _InTheirWords(gateway.proxy.count(parsed.chat, key, write=_count, endpoint="responses_input_tokens"))
+    counting = gateway.proxy.count(parsed.chat, key, write=_count, endpoint="responses_input_tokens")
+    return _InTheirWords(counting, parsed.origins)
 
 
 async def find_response(request: Request) -> None:

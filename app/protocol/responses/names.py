@@ -37,4 +37,5 @@ def _their_name(ours: str | None, origins: Sequence[str]) -> str | None:
     if message is None:
         return _NAMES.get(ours)
     number = int(message[1])
-    return origins[number] + message[2] if number < len(origins) else None
+    # The address of a picture is an object there and a string here.
+    return origins[number] + message[2].replace(".image_url.url", ".image_url") if number < len(origins) else None

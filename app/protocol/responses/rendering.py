@@ -9,6 +9,7 @@ from app.protocol.ask import Ask
 from app.protocol.delta import DeltaReader
 from app.protocol.responses.document import ResponseDocument
 from app.protocol.responses.events import EventWriter
+from app.protocol.responses.names import put_in_their_words
 from app.protocol.responses.output import IN_PROGRESS, Output
 from app.protocol.responses.request import ResponsesRequest
 from app.protocol.usage import Usage
@@ -22,6 +23,7 @@ class ResponseStream:
         self._reader = DeltaReader()
         self._events = EventWriter()
         self._output = Output(self._document.identity, self._events)
+        self._origins = request.origins
         self._begun = False
 
     def feed(self, body: bytes) -> bytes:
@@ -52,6 +54,7 @@ class ResponseStream:
         The error is there twice: flat, as the API documents it, and under ``error``, as it is really sent and as
         OpenAI's SDKs want it in order to raise.
         """
+        put_in_their_words(error, self._origins)
         if self._begun:
             self._events.write("response.failed", response=self._document.failed(self._output, error))
         details = error.body()["error"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,15 @@ _MAX_SHORT = 512
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """``parameters`` is what the response object repeats; ``truncation`` is None when the client left it open."""
+    """``parameters`` is what the response object repeats; ``truncation`` is None when the client left it open.
+
+    ``origins`` names for each message of the chat the field that it was made of.
+    """
 
     chat: ChatRequest
     parameters: Mapping[str, Any]
     truncation: str | None
+    origins: Sequence[str]
 
 
 def parse_responses_request(body: bytes) -> ResponsesRequest:
@@ -56,8 +60,12 @@ def parse_responses_request(body: bytes) -> ResponsesRequest:
     except RequestError as error:
         put_in_their_words(error, conversation.origins)
         raise
-    parameters = _parameters(document, request) | {"tools": tools, "tool_choice": document.get("tool_choice") or "auto"}
-    return ResponsesRequest(request, parameters | {"text": _text(document, text)}, document.get("truncation"))
+    parameters = _parameters(document, request) | {
+        "tools": tools,
+        "tool_choice": document.get("tool_choice") or "auto",
+        "text": _text(document, text),
+    }
+    return ResponsesRequest(request, parameters, document.get("truncation"), conversation.origins)
 
 
 def _wants_logprobs(document: Mapping[str, Any]) -> bool:
