@@ -86,6 +86,20 @@ def test_a_call_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
     assert [item.status for item in response.output] == ["completed", "incomplete"]
 
 
+def test_a_strict_format_that_is_not_kept_is_no_answer(client: openai.OpenAI) -> None:
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    asked: dict[str, Any] = {"model": "thinker", "input": "hi", "text": {"format": schema}}
+    with pytest.raises(openai.InternalServerError) as whole:
+        client.responses.create(**asked)
+    assert whole.value.code == "answer_rejected"
+    assert "'text.format'" in whole.value.message
+    kinds: list[str] = []
+    with pytest.raises(openai.APIError) as failure, client.responses.create(**asked, stream=True) as stream:
+        for event in stream:
+            kinds.append(event.type)
+    assert (failure.value.code, kinds[-1]) == ("answer_rejected", "response.failed")
+
+
 _BREAKS = {
     "dying": (502, "upstream_failed"),
     "failing": (503, "server_is_overloaded"),

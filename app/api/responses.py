@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from app.api.body import read_json_body
 from app.api.gateway import gateway_of, key_of
 from app.api.preferences import preferences
-from app.errors import RequestError, ResponseNotFound
+from app.errors import GatewayError, ResponseNotFound
 from app.protocol.responses import ResponsesRequest, ask_response, parse_responses_request, put_in_their_words
 from app.proxy import ExchangeResponse, Preferences
 from app.tokens import Overflow
@@ -32,7 +32,7 @@ class _InTheirWords:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._response(scope, receive, send)
-        except RequestError as error:
+        except GatewayError as error:
             put_in_their_words(error, self._origins)
             raise
 

@@ -24,10 +24,13 @@ def put_in_their_words(error: GatewayError, origins: Sequence[str] = ()) -> None
     ``origins`` names for each message of the chat the field that it was made of.
     """
     ours, theirs = error.param, _their_name(error.param, origins)
-    if ours is not None and theirs is not None:
+    if ours is None:
+        for name in _NAMES:
+            error.message = error.message.replace(f"'{name}'", f"'{_NAMES[name]}'")
+    elif theirs is not None:
         error.param = theirs
         error.message = error.message.replace(f"'{ours}", f"'{theirs}")
-        error.args = (error.message,)
+    error.args = (error.message,)
 
 
 def _their_name(ours: str | None, origins: Sequence[str]) -> str | None:
