@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx
 import openai
 import orjson
 import psutil
@@ -55,6 +57,25 @@ async def test_a_queued_stream_hears_that_it_is_alive(
     assert received.count(b": keep-alive\n\n") >= 2
     assert received.count(b"HTTP/1.1 200 ") == 1
     assert received.rindex(b": keep-alive") < received.index(b"data: ")
+
+
+async def test_signs_of_life_before_a_message_of_anthropics_api(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
+) -> None:
+    switches = {"chunks": 4, "silence_seconds": 0.5}
+    body = {"model": MODEL_ID, "max_tokens": 100, "messages": HELLO, "stream": True}
+    async with served(monkeypatch, tmp_path, demo_model, switches) as running:
+        url = f"http://127.0.0.1:{running.port}"
+        async with (
+            anthropic.AsyncAnthropic(base_url=url, api_key="none") as client,
+            client.messages.stream(model=MODEL_ID, max_tokens=100, messages=HELLO) as stream,
+        ):
+            message = await stream.get_final_message()
+        async with httpx.AsyncClient() as raw:
+            received = (await raw.post(f"{url}/v1/messages", json=body)).content
+    assert message.stop_reason == "end_turn"
+    assert received.startswith(b": keep-alive\n\n")
+    assert received.rindex(b": keep-alive") < received.index(b"event: message_start")
 
 
 @lines(103)
