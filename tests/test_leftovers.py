@@ -110,7 +110,8 @@ def test_nothing_outlives_the_gateway(
     with running_gateway(config(tmp_path, demo_model), tmp_path, environment=environment) as gateway:
         answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=BODY | {"stream": False}, timeout=20)
         assert answer.status_code == 200
-        assert time.monotonic() - began < 6
+        # A machine that is busy with other tests needs several times as long as an idle one.
+        assert time.monotonic() - began < 20
         assert len(list((gateway.state_dir / "engines").iterdir())) == 1
     assert list((tmp_path / "state" / "engines").iterdir()) == []
 
