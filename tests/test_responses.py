@@ -110,13 +110,12 @@ async def test_the_stream_helper_async(async_client: openai.AsyncOpenAI) -> None
 
 class Weather(pydantic.BaseModel):
     sky: Literal["blue", "grey"]
-    degrees: Literal[20]
 
 
 def test_structured_output(client: openai.OpenAI) -> None:
-    parsed = client.responses.parse(model=MODEL_ID, input="The weather?", text_format=Weather, max_output_tokens=60)
+    parsed = client.responses.parse(model=MODEL_ID, input="The weather?", text_format=Weather)
     assert parsed.output_parsed is not None
-    assert parsed.output_parsed.degrees == 20
+    assert parsed.output_parsed.sky in ("blue", "grey")
     assert parsed.text.format.type == "json_schema"
     with client.responses.stream(model=MODEL_ID, input="The weather?", text_format=Weather) as stream:
         done = [event.parsed for event in stream if event.type == "response.output_text.done"]

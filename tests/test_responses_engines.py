@@ -158,6 +158,7 @@ def _failed(gateway: GatewayProcess, model: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)
 
 
+@pytest.mark.slow
 @lines(101)
 def test_a_real_engine_is_killed_in_mid_stream(one_engine: str, demo_model: Path, tmp_path: Path) -> None:
     config = {
