@@ -95,3 +95,16 @@ def test_the_batch_is_paid_for(tmp_path: Path) -> None:
     )
     assert embedding.memory.host.compute_bytes > 4 * chat.memory.host.compute_bytes
     assert MemoryModel(facts).ledger(embedding.placement, device_names=[]).host == embedding.memory.host
+
+
+def test_slots_of_embeddings_share_their_cells_on_the_embedded_engine(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path)
+    for kind, engine, flag in (
+        ("embedding", "embedded", "--kv-unified"),
+        ("embedding", "native", "--no-kv-unified"),
+        ("chat", "embedded", "--no-kv-unified"),
+    ):
+        plan = plan_offload(facts, machine(), wish_for(model(kind), Settings().memory, facts))
+        endpoint = Endpoint(socket=None, port=1)
+        argv = build_argv(plan, replace(binary(), kind=engine), alias="m", endpoint=endpoint, key_file=None)
+        assert [word for word in argv if word.endswith("kv-unified")] == [flag]

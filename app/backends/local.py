@@ -286,6 +286,9 @@ class LocalBackend:
             models = await self._ask("/v1/models")
             self.slots = int(properties["total_slots"])
             context_tokens = int(properties["default_generation_settings"]["n_ctx"])
+            if self.plan.wish.embedding:
+                # Slots that share a pool each say that it is theirs.
+                context_tokens = min(context_tokens, self.plan.placement.cells)
             meta = models["data"][0]["meta"]
             vocabulary_type = int(meta.get("vocab_type") or 0)
             vocabulary_size = int(meta.get("n_vocab") or 0) or None

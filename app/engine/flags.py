@@ -38,6 +38,7 @@ FLAGS: dict[str, Flag] = {
     "cache_type_k": Flag(("--cache-type-k", "-ctk"), required=True),
     "cache_type_v": Flag(("--cache-type-v", "-ctv"), required=True),
     "flash_attention": Flag(("--flash-attn", "-fa"), required=True),
+    "unified_kv": Flag(("--kv-unified", "-kvu")),
     "split_kv": Flag(("--no-kv-unified", "-no-kvu")),
     "no_context_shift": Flag(("--no-context-shift",)),
     "fit": Flag(("--fit", "-fit")),

@@ -21,6 +21,8 @@ from app.tokens.vocabulary import Vocabulary
 # Counting runs in the engine's HTTP threads and competes with its inference for the same cores.
 _COUNTS_AT_ONCE = 2
 _COUNT_DEADLINE_SECONDS = 10.0
+# What needs room for an answer; every other text may fill its context.
+_ANSWERED_FIELDS = frozenset({"messages", "prompt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class TokenCounter:
         """
         sizes = await self._prompt_sizes(prompts, _Wish(beside, False, Overflow.REJECT, exact), field=field)
         if sizes.longest + beside > self.context_tokens:
-            raise self._too_long(sizes.longest + beside, None, field=field, is_answered=False)
+            raise self._too_long(sizes.longest + beside, None, field=field)
         return sizes
 
     async def _admit_prompts(self, request: CompletionRequest, wish: _Wish) -> Admission:
@@ -186,7 +188,7 @@ class TokenCounter:
             raise self._too_long(least, max_tokens, field=field, at_least=True)
 
     def _too_long(
-        self, prompt: int, max_tokens: int | None, *, field: str, at_least: bool = False, is_answered: bool = True
+        self, prompt: int, max_tokens: int | None, *, field: str, at_least: bool = False
     ) -> ContextLengthExceeded:
         return ContextLengthExceeded(
             prompt_tokens=prompt,
@@ -194,7 +196,7 @@ class TokenCounter:
             context_tokens=self.context_tokens,
             at_least=at_least,
             field=field,
-            is_answered=is_answered,
+            is_answered=field in _ANSWERED_FIELDS,
         )
 
     def _verdict(self, request: TextRequest, wish: _Wish, prompt: int, *, is_exact: bool) -> Admission:
