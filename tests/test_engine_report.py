@@ -135,3 +135,18 @@ def test_only_what_repeats_itself_is_permanent() -> None:
     assert permanent == {
         Cause.WRONG_CPU, Cause.MISSING_LIBRARY, Cause.CANNOT_EXECUTE, Cause.BAD_FLAG, Cause.BAD_FILE,
     }  # fmt: skip
+
+
+def test_experts_kept_twice_and_the_layers_of_a_draft() -> None:
+    report = MemoryReport()
+    report.feed(
+        [
+            "0.03.1 I load_tensors: offloaded 33/33 layers to GPU",
+            "0.03.334.807 I impl:    Vulkan0 MoE cache size =    39.00 MiB for 144.00 MiB of host experts",
+            "0.04.1 I load_tensors: offloaded 17/17 layers to GPU",
+        ]
+    )
+    measured = report.measured()
+    (cache,) = measured.buffers
+    assert (cache.device, cache.kind, cache.size_bytes) == ("Vulkan0", BufferKind.MOE_CACHE, 39 * MIB)
+    assert (measured.layers_offloaded, measured.layers_total) == (33, 33)

@@ -23,6 +23,7 @@ class BufferKind(StrEnum):
     COMPUTE = "compute"
     OUTPUT = "output"
     MMPROJ = "mmproj"
+    MOE_CACHE = "moe_cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class MeasuredMemory:
 # One expression for the size of every buffer (llama.cpp src/llama-model.cpp, llama-kv-cache.cpp,
 # llama-memory-recurrent.cpp, llama-context.cpp); the prefix with time and level is not looked at.
 _BUFFER = re.compile(r"\b(\w+): +(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
+# Experts in RAM that a device keeps too.
+_EXPERT_CACHE = re.compile(r": +(\S+) MoE cache size = +([\d.]+) MiB")
 # A projector has buffers of the same words (llama.cpp tools/mtmd/clip.cpp), and says its device and weights before.
 _PROJECTOR_DEVICE = re.compile(r"CLIP using (\S+) backend")
 _PROJECTOR_WEIGHTS = re.compile(r"load_hparams: model size: +([\d.]+) MiB")
@@ -128,6 +131,8 @@ class MemoryReport:
                 self._add(_OF_PROJECTOR_GRAPH, found[2], BufferKind.MMPROJ, found[4])
             else:
                 self._add(self._context, found[2], BufferKind(found[3].lower()), found[4])
+        elif found := _EXPERT_CACHE.search(line):
+            self._add(self._context, found[1], BufferKind.MOE_CACHE, found[2])
         elif _NEW_CONTEXT in line:
             self._context += 1
         elif _FIT_ENDED in line:

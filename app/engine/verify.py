@@ -127,6 +127,7 @@ _PARTS = {
     BufferKind.MODEL: "weights_bytes",
     BufferKind.KV: "context_bytes",
     BufferKind.RS: "context_bytes",
+    BufferKind.MOE_CACHE: "context_bytes",
     BufferKind.COMPUTE: "compute_bytes",
     BufferKind.OUTPUT: "compute_bytes",
 }

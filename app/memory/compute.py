@@ -22,6 +22,8 @@ _REUSED_SHARE = 0.7
 # Embedding rows that the copies between pipelined devices take on the first, on each other, and in RAM.
 _FIRST_PIPELINE_ROWS, _NEXT_PIPELINE_ROWS, _HOST_PIPELINE_ROWS = 12, 7, 6
 _SCAN_PIPELINE_ROWS, _NEXT_SCAN_PIPELINE_ROWS, _CONVOLUTION_PIPELINE_ROWS = 9, 9, 4
+# Rows of a scan in RAM: into it and out of it, four copies of each, nearly as many on the device as there are in RAM.
+_HOST_HANDED_ROWS, _DEVICE_HANDED_ROWS = 8, 3.5
 # Between layers that RAM computes and those of the device.
 _HAND_OVER_ROWS = 2
 _F32 = 4
@@ -38,7 +40,8 @@ class GraphTerms:
     left in RAM, ``expert_pair_bytes`` those of a hybrid's first attention layer and of the recurrent one before it if
     both are in RAM; ``tensor_copy_bytes``, ``down_copy_bytes`` and ``cache_copy_bytes`` are the largest tensor besides
     the down matrices, the largest of those, and the largest cache of whole layers in RAM; each is 0 when there are
-    none. ``state_bytes`` is the largest state of one layer, all slots. ``alone`` says that no device takes part,
+    none. ``state_bytes`` is the largest state of one layer, all
+    slots, ``recurrent_layers`` how many have one. ``alone`` says that no device takes part,
     ``is_pipelined`` that several devices hold everything: then the engine keeps four copies of what goes from one to
     the next, so that they work on several ubatches at once; ``has_host_layers`` that whole layers are in RAM, not only
     experts.
@@ -51,6 +54,7 @@ class GraphTerms:
     cache_copy_bytes: int = 0
     expert_pair_bytes: int = 0
     state_bytes: int = 0
+    recurrent_layers: int = 0
     alone: bool = False
     is_pipelined: bool = False
     has_host_layers: bool = False
@@ -69,6 +73,7 @@ def device_compute_bytes(
     rows = _FIRST_PIPELINE_ROWS if is_first else _NEXT_PIPELINE_ROWS
     rows += _family_pipeline_rows(shape, family, is_first=is_first)
     pipeline = _pipeline_bytes(shape, placement, terms, rows=rows)
+    pipeline += round(_DEVICE_HANDED_ROWS * _handed_over_bytes(shape, family, placement, terms))
     if not family.host_copies:
         graph += _HAND_OVER_ROWS * q * shape.embedding
     state = terms.state_bytes if family.scans else 0
@@ -102,6 +107,7 @@ def host_compute_bytes(shape: ModelShape, family: Family, placement: Placement, 
     if terms.alone:
         graph = max(graph, _score_bytes(shape, placement, terms))
     pipeline = _pipeline_bytes(shape, placement, terms, rows=_HOST_PIPELINE_ROWS)
+    pipeline += _HOST_HANDED_ROWS * _handed_over_bytes(shape, family, placement, terms)
     return _mask_bytes(placement, terms) + graph + logits + pipeline
 
 
@@ -110,6 +116,13 @@ def _pipeline_bytes(shape: ModelShape, placement: Placement, terms: GraphTerms, 
     if not terms.is_pipelined:
         return 0
     return 3 * _mask_bytes(placement, terms) + _F32 * placement.graph_tokens * rows * shape.embedding
+
+
+def _handed_over_bytes(shape: ModelShape, family: Family, placement: Placement, terms: GraphTerms) -> int:
+    """One row for each scan that RAM computes between pipelined devices, as it does those of the first generation."""
+    if not family.first_scans or not terms.is_pipelined:
+        return 0
+    return _F32 * placement.graph_tokens * terms.recurrent_layers * shape.number("ssm.inner_size")
 
 
 def _logits_bytes(shape: ModelShape, family: Family, placement: Placement) -> int:

@@ -272,6 +272,7 @@ class MemoryModel:
             cache_copy_bytes=self._cache_copy_bytes(placement, on_host),
             expert_pair_bytes=self._expert_pair_bytes(placement, set(in_ram).difference(on_host)),
             state_bytes=max((self.state_bytes(placement, [layer]) for layer in computed), default=0),
+            recurrent_layers=sum(cache.state > 0 for cache in self._caches_of(computed)),
             alone=all(owner == HOST for owner in owners),
             has_host_layers=any(owners[layer] == HOST for layer in computed),
             is_pipelined=len(set(owners)) > 1 and HOST not in owners and not placement.cpu_moe_layers,

@@ -12,6 +12,8 @@ _BLOCK = re.compile(r"(?:^|\.)blk\.(\d{1,9})\.")
 _EXPERT = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 _DOWN = re.compile(r"\.ffn_down\.")
 _INPUT = re.compile(r"(?:token_embd(?:_norm)?|position_embd|token_types|per_layer_token_embd)\.")
+# They make the input of every layer and are loaded with the first.
+_FIRST = re.compile(r"per_layer_(?:model_proj|proj_norm)\.")
 # Types that ggml-cpu repacks on x86 (ggml/src/ggml-cpu/repack.cpp).
 _REPACKED = frozenset(
     number for number, kind in TENSOR_TYPES.items() if kind.name in ("Q2_K", "Q4_0", "Q4_K", "IQ4_NL", "MXFP4")
@@ -63,6 +65,8 @@ def read_weights(shape: ModelShape, *, causal: bool, draft_head: bool = False) -
                 parts[number].append(tensor)
             elif number >= shape.blocks:
                 output_bytes += tensor.size_bytes
+        elif _FIRST.match(tensor.name):
+            parts[0].append(tensor)
         elif _INPUT.match(tensor.name):
             input_bytes += tensor.size_bytes
             if tensor.name == "token_embd.weight":

@@ -57,6 +57,8 @@ MODELS: dict[str, Callable[[], Shape]] = {
     "jamba 26B": lambda: recurrent_shapes.jamba(),
     "nemotron_h 9B": lambda: recurrent_shapes.nemotron_h(),
     "rwkv7 1.5B": lambda: recurrent_shapes.rwkv7(),
+    "qwen3next 80B-A3B": lambda: further_shapes.qwen3next(),
+    "gemma3n E4B": lambda: further_shapes.gemma3n(),
 }
 
 
@@ -191,8 +193,19 @@ _CASES: dict[str, tuple[dict[str, Any], ...]] = {
         {"context_per_request": 32768, "cpu_moe_layers": 48, "kv": "q8_0"},
         {"cpu_moe_layers": 40, "parallel": 2},
     ),
-    "jamba 26B": ({"context_per_request": 32768}, {"cpu_moe_layers": 16}, {"gpu_layers": 8, "parallel": 2}),
+    "jamba 26B": (
+        {"context_per_request": 32768},
+        {"cpu_moe_layers": 16},
+        {"gpu_layers": 8, "parallel": 2},
+        {"tensor_split": (9.0, 8.0)},
+    ),
     "nemotron_h 9B": ({"context_per_request": 32768}, {"gpu_layers": 28, "parallel": 2}),
+    "qwen3next 80B-A3B": (
+        {"context_per_request": 32768},
+        {"context_per_request": 32768, "kv": "q8_0", "cpu_moe_layers": 40},
+        {"cpu_moe_layers": 48, "ubatch": 2048},
+    ),
+    "gemma3n E4B": ({}, {"context_per_request": 32768, "kv": "q8_0", "parallel": 2}, {"gpu_layers": 18}),
     "rwkv7 1.5B": ({"context_per_request": 32768}, {"gpu_layers": 12, "parallel": 4}),
 }
 _ON_CPU: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -26,7 +26,8 @@ class Family:
     ``extra_rows`` rows of the embedding width beyond the usual ones, ``expert_rows`` intermediate rows per used expert,
     ``scans`` says that recurrent layers are state-space scans, wider than attention. ``host_copies`` is how many times
     K and V of a layer in RAM are on the device that computes it; with 0 such layers are computed in RAM. ``chunks``
-    says that experts of a layer with a window and of one without are copied at once.
+    says that experts of a layer with a window and of one without are copied at once, ``first_scans`` that the scans are
+    those of Mamba-1, which the engine computes in RAM.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Family:
     scans: bool = False
     host_copies: float = 1.0
     chunks: bool = False
+    first_scans: bool = False
 
 
 def attention_cache(shape: ModelShape, layer: int, *, window: int = 0) -> LayerCache:

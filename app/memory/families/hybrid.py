@@ -83,16 +83,24 @@ def _mamba_state(shape: ModelShape) -> int:
 _DELTA_NET = Family(
     "gated delta net", frozenset({"qwen3next", "qwen35"}), _interval_caches, hybrid=True, host_copies=1.5
 )
-_SCAN = Family("state space", frozenset({"mamba", "mamba2"}), _mamba_caches, hybrid=True, scans=True, host_copies=0)
+_SCAN = Family("state space", frozenset({"mamba2"}), _mamba_caches, hybrid=True, scans=True, host_copies=0)
 
 FAMILIES = (
     _DELTA_NET,
     replace(_DELTA_NET, architectures=frozenset({"qwen35moe"}), extra_rows=1),
     _SCAN,
+    replace(_SCAN, architectures=frozenset({"mamba"}), first_scans=True),
     replace(
         _SCAN,
         name="state space and attention",
-        architectures=frozenset({"jamba", "granitehybrid", "nemotron_h", "nemotron_h_moe", "plamo2"}),
+        architectures=frozenset({"jamba"}),
+        layer_caches=_by_heads_caches,
+        first_scans=True,
+    ),
+    replace(
+        _SCAN,
+        name="state space and attention",
+        architectures=frozenset({"granitehybrid", "nemotron_h", "nemotron_h_moe", "plamo2"}),
         layer_caches=_by_heads_caches,
     ),
     replace(
