@@ -21,7 +21,6 @@ _HYBRID_HOST_ROWS = 3
 _REUSED_SHARE = 0.7
 # Embedding rows that the copies between pipelined devices take on the first, on each other, and in RAM.
 _FIRST_PIPELINE_ROWS, _NEXT_PIPELINE_ROWS, _HOST_PIPELINE_ROWS = 12, 7, 6
-_SCAN_PIPELINE_ROWS, _NEXT_SCAN_PIPELINE_ROWS, _CONVOLUTION_PIPELINE_ROWS = 9, 9, 4
 # Rows of a scan in RAM: into it and out of it, four copies of each, nearly as many on the device as there are in RAM.
 _HOST_HANDED_ROWS, _DEVICE_HANDED_ROWS = 8, 3.5
 # Between layers that RAM computes and those of the device.
@@ -71,23 +70,13 @@ def device_compute_bytes(
         graph = max(graph, routed) if shape.number("leading_dense_block_count") else routed
     graph = max(graph, _score_bytes(shape, placement, terms), q * _scan_rows(shape, family))
     rows = _FIRST_PIPELINE_ROWS if is_first else _NEXT_PIPELINE_ROWS
-    rows += _family_pipeline_rows(shape, family, is_first=is_first)
+    rows += family.pipeline_rows[0 if is_first else 1]
     pipeline = _pipeline_bytes(shape, placement, terms, rows=rows)
     pipeline += round(_DEVICE_HANDED_ROWS * _handed_over_bytes(shape, family, placement, terms))
     if not family.host_copies:
         graph += _HAND_OVER_ROWS * q * shape.embedding
     state = terms.state_bytes if family.scans else 0
     return _mask_bytes(placement, terms) + graph + _logits_bytes(shape, family, placement) + pipeline + state
-
-
-def _family_pipeline_rows(shape: ModelShape, family: Family, *, is_first: bool) -> int:
-    if family.scans:
-        return _SCAN_PIPELINE_ROWS + (0 if is_first else _NEXT_SCAN_PIPELINE_ROWS)
-    if not family.host_copies:
-        return _CONVOLUTION_PIPELINE_ROWS
-    if not family.hybrid or shape.experts:
-        return 0
-    return family.extra_rows * (1 if is_first else 3)
 
 
 def host_compute_bytes(shape: ModelShape, family: Family, placement: Placement, terms: GraphTerms) -> int:

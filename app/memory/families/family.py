@@ -27,7 +27,8 @@ class Family:
     ``scans`` says that recurrent layers are state-space scans, wider than attention. ``host_copies`` is how many times
     K and V of a layer in RAM are on the device that computes it; with 0 such layers are computed in RAM. ``chunks``
     says that experts of a layer with a window and of one without are copied at once, ``first_scans`` that the scans are
-    those of Mamba-1, which the engine computes in RAM.
+    those of Mamba-1, which the engine computes in RAM. ``pipeline_rows`` are embedding rows beyond the usual ones that
+    are handed on between pipelined devices, on the first of them and on each other.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Family:
     host_copies: float = 1.0
     chunks: bool = False
     first_scans: bool = False
+    pipeline_rows: tuple[int, int] = (0, 0)
 
 
 def attention_cache(shape: ModelShape, layer: int, *, window: int = 0) -> LayerCache:

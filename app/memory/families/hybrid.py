@@ -83,7 +83,9 @@ def _mamba_state(shape: ModelShape) -> int:
 _DELTA_NET = Family(
     "gated delta net", frozenset({"qwen3next", "qwen35"}), _interval_caches, hybrid=True, host_copies=1.5
 )
-_SCAN = Family("state space", frozenset({"mamba2"}), _mamba_caches, hybrid=True, scans=True, host_copies=0)
+_SCAN = Family(
+    "state space", frozenset({"mamba2"}), _mamba_caches, hybrid=True, scans=True, host_copies=0, pipeline_rows=(9, 18)
+)
 
 FAMILIES = (
     _DELTA_NET,
@@ -108,6 +110,7 @@ FAMILIES = (
         name="state space beside attention",
         architectures=frozenset({"falcon-h1"}),
         layer_caches=_parallel_caches,
+        pipeline_rows=(0, 0),
     ),
     Family(
         "short convolution",
@@ -115,7 +118,15 @@ FAMILIES = (
         _short_convolution_caches,
         hybrid=True,
         host_copies=0,
+        pipeline_rows=(4, 4),
     ),
-    Family("rwkv", frozenset({"rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}), _rwkv_caches, hybrid=True, extra_rows=4),
+    Family(
+        "rwkv",
+        frozenset({"rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}),
+        _rwkv_caches,
+        hybrid=True,
+        extra_rows=4,
+        pipeline_rows=(4, 12),
+    ),
     Family("delta attention", frozenset({"kimi-linear"}), _delta_caches, hybrid=True),
 )
