@@ -147,6 +147,10 @@ class GatewayProtocol(HttpToolsProtocol):
         if len(self.url) > MAX_URL_BYTES:
             self._refuse(UrlTooLong(f"The URL is over {MAX_URL_BYTES} bytes."))
             return
+        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            # It came in one piece, before its bytes could be counted.
+            self._refuse(HeadTooLarge(f"The head of the request is over {MAX_HEAD_BYTES} bytes."))
+            return
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             # Such a client does not know chunks: the answer ends where the connection does.

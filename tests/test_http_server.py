@@ -136,6 +136,15 @@ async def test_a_large_head() -> None:
     assert application.started == []
 
 
+@lines(35)
+async def test_a_large_head_in_one_piece() -> None:
+    async with served() as (application, port):
+        head = b"GET /whole HTTP/1.1\r\nhost: 127.0.0.1\r\nx: " + b"v" * (MAX_HEAD_BYTES + 1) + b"\r\n\r\n"
+        status, error = refusal(await ask(port, head))
+    assert (status, error["code"]) == (431, "headers_too_large")
+    assert application.started == []
+
+
 async def test_a_refusal_is_in_the_shape_of_the_api_that_was_asked() -> None:
     async with served() as (application, port):
         many = b"".join(b"x-%d: %s\r\n" % (index, b"v" * 1000) for index in range(MAX_HEAD_BYTES // 1000 + 2))
