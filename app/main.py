@@ -36,7 +36,7 @@ from app.metrics import Metrics
 from app.observers import Helper, Observers
 from app.proxy import Proxy
 from app.quota import Quota, open_store
-from app.reloading import Reloader
+from app.reloading import Reloader, listen_for_hangups
 from app.sampler import Sampler
 from app.scheduler import Scheduler
 from app.service import ServiceManager
@@ -303,7 +303,9 @@ async def serve(
     SIGHUP reads the configuration again with ``read_settings``; without one it stops the gateway, as a terminal that
     closes means it. ``config_file`` is watched when the configuration says so.
     """
-    service = ServiceManager()
+    service, reload_asked = ServiceManager(), asyncio.Event()
+    # From the start: one that comes while engines are looked for is answered once there is something to reload.
+    listen_for_hangups(stop.ask if read_settings is None else reload_asked.set)
     check_certificate(settings.server)
     with bind(settings) as listener:
         engine = await asyncio.to_thread(_engine, settings)
@@ -312,7 +314,7 @@ async def serve(
             host, port = listener.getsockname()[:2]
             names = ", ".join(model.id for model in gateway.catalog)
             server = Server(gateway, service)
-            reloader = Reloader(gateway, service, file=config_file, on_hangup_without_file=stop.ask)
+            reloader = Reloader(gateway, service, file=config_file, asked=reload_asked)
             helpers = [
                 asyncio.create_task(service.feed_watchdog(), name="watchdog"),
                 asyncio.create_task(reloader.run(), name="reload"),

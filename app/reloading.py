@@ -47,11 +47,16 @@ class FileWatch:
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
+def listen_for_hangups(hear: Callable[[], None]) -> None:
+    """From now on SIGHUP calls ``hear`` instead of ending the process; Windows has no such signal."""
+    with suppress(AttributeError, NotImplementedError):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hear)
+
+
 class Reloader:
     """One reload per request for one; several that come during one are one more.
 
-    ``on_hangup_without_file`` is what SIGHUP means when there is nothing to read again. ``file`` is looked at while
-    ``server.watch_config`` is on.
+    ``asked`` is set for each. ``file`` is looked at while ``server.watch_config`` is on.
     """
 
     def __init__(
@@ -60,13 +65,12 @@ class Reloader:
         service: ServiceManager,
         *,
         file: Path | None,
-        on_hangup_without_file: Callable[[], None],
+        asked: asyncio.Event,
     ) -> None:
         self._gateway = gateway
         self._service = service
         self._file = file
-        self._on_hangup = self.ask if gateway.read_settings is not None else on_hangup_without_file
-        self._asked = asyncio.Event()
+        self._asked = asked
 
     def ask(self) -> None:
         """The configuration is to be read again."""
@@ -74,8 +78,6 @@ class Reloader:
 
     async def run(self) -> None:
         """Until cancelled."""
-        with suppress(AttributeError, NotImplementedError):
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._reload_when_asked())
             if self._file is not None:

@@ -168,6 +168,7 @@ async def test_a_minute_is_waited_for_and_concurrency_is_kept(engine: str, demo_
         assert (await bob.ask()).status_code == 200
 
 
+@pytest.mark.slow
 async def test_trimming_is_asked_for_and_announced(served: InProcess) -> None:
     secret = "ZEBRA-7"
     turns = [{"role": "system", "content": f"The code is {secret}."}]
@@ -184,6 +185,7 @@ async def test_trimming_is_asked_for_and_announced(served: InProcess) -> None:
         assert (await client.ask(headers={"x-priority": "batch"})).status_code == 200
 
 
+@pytest.mark.slow
 async def test_two_agents_keep_their_slots(served: InProcess) -> None:
     """Two conversations in turn on two slots: from the second turn on nearly all of the prompt is in the cache."""
     choose, history = random.Random(7), {"a": "", "b": ""}

@@ -210,6 +210,7 @@ def test_a_connection_that_the_engine_has_closed_in_silence_is_not_met(client: h
 
 
 @lines(89)
+@pytest.mark.slow
 def test_as_many_requests_of_full_size_as_slots(client: httpx.Client) -> None:
     def ask(number: int) -> int:
         messages = [{"role": "user", "content": f"{number} " + "word " * (CONTEXT_TOKENS - 60)}]

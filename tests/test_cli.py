@@ -185,6 +185,7 @@ def test_plan_for_a_described_machine(demo_model: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_demo_serves_until_it_is_stopped(engine: str, demo_model: Path, number: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "app", "demo", "--port", "0", "--prompt", "Hi.", "--engine", engine],
@@ -231,6 +232,7 @@ def test_demo_with_a_full_disk(tmp_path: Path) -> None:
         subprocess.run(["umount", str(small)], check=True)
 
 
+@pytest.mark.slow
 def test_demo_repairs_a_damaged_cache(tmp_path: Path, demo_model: Path) -> None:
     cached = tmp_path / "llama-gateway" / demo_model.name
     cached.parent.mkdir()

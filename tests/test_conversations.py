@@ -52,6 +52,7 @@ def unload(client: httpx.Client) -> None:
     wait_until(stopped, seconds=30, what="the model is unloaded")
 
 
+@pytest.mark.slow
 def test_a_conversation_survives_unloading_and_a_restart_of_the_gateway(
     one_engine: str, demo_model: Path, tmp_path: Path
 ) -> None:

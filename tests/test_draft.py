@@ -227,6 +227,7 @@ def test_a_draft_model_is_confirmed_beside_its_model(
 # --- and really used ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_and_guesses_are_made(
     native_engine: Path | None, demo_model: Path, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_tokens_are_inputs_too(vectors: GatewayProcess) -> None:
 
 
 @lines(81)
+@pytest.mark.slow
 def test_81_an_input_of_the_whole_context_is_embedded_and_one_more_token_refused(vectors: GatewayProcess) -> None:
     whole = post(vectors, "/v1/embeddings", input=[504] * CONTEXT_TOKENS)
     assert whole.status_code == 200
@@ -132,6 +133,7 @@ def test_83_embeddings_of_a_chat_model_are_refused(gateway: GatewayProcess) -> N
         assert answer.json()["error"]["code"] == "unsupported_endpoint_for_model"
 
 
+@pytest.mark.slow
 def test_many_inputs_go_to_the_engine_in_parts(vectors: GatewayProcess) -> None:
     texts = [f"number {number} " + "and so on " * 12 for number in range(20)]
     answer = post(vectors, "/v1/embeddings", input=texts).json()

@@ -177,6 +177,7 @@ async def test_real_engines_start_with_what_we_build(facts: ModelFacts, native_e
         assert measured.device_bytes() == {}
 
 
+@pytest.mark.slow
 async def test_a_real_device_holds_what_it_was_given(
     facts: ModelFacts, native_engine: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

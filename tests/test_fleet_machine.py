@@ -348,8 +348,8 @@ def _settings(seeds: int) -> settings:
     )
 
 
-def test_two_hundred_histories(machine: type[FleetMachine]) -> None:
-    run_state_machine_as_test(machine, settings=_settings(200))
+def test_sixty_histories(machine: type[FleetMachine]) -> None:
+    run_state_machine_as_test(machine, settings=_settings(60))
 
 
 @pytest.mark.slow

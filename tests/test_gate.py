@@ -18,7 +18,6 @@ from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess
 from tests.inprocess import InProcess, gateway_in_process
 
-PROMPTS = 300
 _SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>", "[INST]", "<think>", "<tool_call>", "<0x0A>"]
 _WORDS = ["sky", "Donaudampfschiff", "naïve", "O'Neill", "x86_64", "…", "e\u0301", "\u00a0", "\u200b", "\ufeff"]
 
@@ -84,10 +83,11 @@ async def used_prompt_tokens(served: InProcess, request: ChatRequest) -> int:
 
 
 @lines(90, 91)
-async def test_count_is_exact_and_bound_is_a_bound(served: InProcess) -> None:
+@pytest.mark.parametrize("prompts", [60, pytest.param(300, marks=pytest.mark.slow)])
+async def test_count_is_exact_and_bound_is_a_bound(served: InProcess, prompts: int) -> None:
     counter = served.backend.counter
     bounded = 0
-    for seed in range(PROMPTS):
+    for seed in range(prompts):
         request = random_request(seed)
         used = await used_prompt_tokens(served, request)
         assert await counter.exact(request) == used, f"seed {seed}"
@@ -95,7 +95,7 @@ async def test_count_is_exact_and_bound_is_a_bound(served: InProcess) -> None:
         assert bound is not None, f"seed {seed}"
         assert bound >= used, f"seed {seed}"
         bounded += 1
-    assert bounded == PROMPTS
+    assert bounded == prompts
 
 
 CALL = {"name": "weather", "arguments": '{"at":"Bern"}'}
@@ -194,6 +194,7 @@ def test_an_overflow_is_answered_while_every_slot_is_busy(gateway: GatewayProces
         assert refused.elapsed.total_seconds() < 1
 
 
+@pytest.mark.slow
 async def test_clamp_shortens_the_answer_and_says_so(engine: str, demo_model: Path, tmp_path: Path) -> None:
     fields = {"context": 256, "on_overflow": "clamp"}
     async with gateway_in_process(engine, demo_model, tmp_path, **fields) as served, httpx.AsyncClient() as client:

@@ -87,6 +87,7 @@ _CASES = [pytest.param(*case, 1, id=f"{case[0].name}-{case[1]}") for case in sor
 
 
 @pytest.mark.parametrize(("number", "moment", "rounds"), _CASES)
+@pytest.mark.slow
 def test_nothing_outlives_the_gateway(
     demo_model: Path, tmp_path: Path, number: signal.Signals, moment: str, rounds: int
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_process_that_the_engine_started_goes_too(demo_model: Path, tmp_path: 
     wait_until(lambda: not is_alive(grandchild), seconds=1, what="the grandchild is gone")
 
 
+@pytest.mark.slow
 def test_a_process_that_survived_a_kill_is_ended_by_the_next_gateway(demo_model: Path, tmp_path: Path) -> None:
     settings = config(tmp_path, demo_model, engine=forking(tmp_path))
     with running_gateway(settings, tmp_path) as gateway:

@@ -57,6 +57,7 @@ async def replaced(fleet: Fleet, pid: int, *, within: float) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.slow
 async def test_stopped_while_it_loads(fake: EngineBinary, demo_model: Path) -> None:
     async with fleet_of(fake, demo_model, {"a": {}}, patience=QUICK, new_policy=quick) as fleet:
         fleet.switch("a", load_seconds=2)
@@ -69,6 +70,7 @@ async def test_stopped_while_it_loads(fake: EngineBinary, demo_model: Path) -> N
         assert fleet.count("engine_restarts_total", model="a", cause="hang") == 1
 
 
+@pytest.mark.slow
 async def test_stopped_while_it_is_idle(fake: EngineBinary, demo_model: Path) -> None:
     async with fleet_of(fake, demo_model, {"a": {}}, patience=QUICK, new_policy=quick) as fleet:
         await fleet.supervisor.ready(fleet.model("a"))
@@ -109,6 +111,7 @@ async def test_silent_although_healthy(fake: EngineBinary, demo_model: Path) -> 
         await replaced(fleet, pid, within=20)
 
 
+@pytest.mark.slow
 async def test_a_slow_answer_and_a_slow_reader_are_no_hang(fake: EngineBinary, demo_model: Path) -> None:
     patience = Patience(silence_seconds=0.6, probe_interval_seconds=0.3, probe_timeout_seconds=0.3)
     async with fleet_of(fake, demo_model, {"a": {}}, patience=patience, new_policy=quick) as fleet:
@@ -125,6 +128,7 @@ async def test_a_slow_answer_and_a_slow_reader_are_no_hang(fake: EngineBinary, d
         assert fleet.starts() == ["a"]
 
 
+@pytest.mark.slow
 async def test_a_flapping_health_is_no_hang(fake: EngineBinary, demo_model: Path) -> None:
     """An answer of 503 is an answer: what matters is whether it works."""
     async with fleet_of(fake, demo_model, {"a": {}}, patience=QUICK, new_policy=quick) as fleet:

@@ -39,6 +39,7 @@ async def served(
 
 
 @lines(103)
+@pytest.mark.slow
 async def test_a_queued_stream_hears_that_it_is_alive(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
 ) -> None:

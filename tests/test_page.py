@@ -22,7 +22,7 @@ from app.views.observer import ModelView, Sample
 from app.views.page import Page
 from app.views.scene import Audience
 from app.views.stream import LiveResponse
-from tests.gateway import GatewayProcess, running_gateway
+from tests.gateway import GatewayProcess, running_gateway, wait_until
 from tests.test_admin import ADMIN, USER, becomes, config, hashed
 
 OPERATOR = Audience(is_operator=True)
@@ -143,6 +143,10 @@ def test_others_see_their_models_without_paths_logs_or_buttons(gateway: GatewayP
     with client_of(gateway, ADMIN) as admin, client_of(gateway, USER) as user:
         admin.post("/admin/models/a/load")
         becomes(admin, "a", "failed")
+        # The look that all watchers share may be a second old.
+        wait_until(
+            lambda: "It cannot be started" in first_frame(user)["regions"]["model:a"], seconds=10, what="the page knows"
+        )
         frame = first_frame(user)
         assert (frame["operator"], frame["models"]) == (False, ["a"])
         assert frame["regions"].keys() == {"instruments", "events", "model:a"}

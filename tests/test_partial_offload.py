@@ -65,6 +65,7 @@ def memory(text: str, kind: str, model: str) -> dict[tuple[str, str], float]:
     return found
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_cpu_and_memory_is_as_planned(gateway: GatewayProcess) -> None:
     split = answer(gateway, "split")
     metrics = httpx.get(f"{gateway.url}/metrics").text

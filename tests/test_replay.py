@@ -63,6 +63,7 @@ def test_only_once(demo_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.slow
 def test_not_after_the_answer_has_begun(demo_model: Path, tmp_path: Path, stream: bool) -> None:
     switch(tmp_path, die="sigkill@3")
     with gateway(tmp_path, demo_model) as running:

@@ -126,6 +126,7 @@ async def test_a_crashed_engine_comes_back_by_itself(fake: EngineBinary, demo_mo
         assert await fleet.supervisor.ready(fleet.model("a")) is not backend
 
 
+@pytest.mark.slow
 async def test_an_engine_that_dies_over_and_over_is_given_up(fake: EngineBinary, demo_model: Path) -> None:
     async with fleet_of(fake, demo_model, {"a": {}}, new_policy=quick) as fleet:
         fleet.switch("a", die="exit1@0.4s", log_lines=["srv: the last words"])
