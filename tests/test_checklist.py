@@ -49,7 +49,7 @@ def test_every_line_has_a_test() -> None:
 
 @pytest.fixture
 def client(gateway: GatewayProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=gateway.url, timeout=120) as client:
+    with httpx.Client(base_url=gateway.url, timeout=300) as client:
         yield client
 
 
@@ -211,6 +211,7 @@ def test_a_connection_that_the_engine_has_closed_in_silence_is_not_met(client: h
 
 @lines(89)
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_as_many_requests_of_full_size_as_slots(client: httpx.Client) -> None:
     def ask(number: int) -> int:
         messages = [{"role": "user", "content": f"{number} " + "word " * (CONTEXT_TOKENS - 60)}]

@@ -103,6 +103,7 @@ def requests_by_outcome(served: InProcess) -> dict[str, float]:
 
 
 @lines(110)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("departures", [40, pytest.param(200, marks=pytest.mark.slow)])
 async def test_departures_leak_nothing(served: InProcess, departures: int) -> None:
     stages: list[Callable[[Any], Awaitable[object]]] = [

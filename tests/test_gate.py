@@ -83,6 +83,7 @@ async def used_prompt_tokens(served: InProcess, request: ChatRequest) -> int:
 
 
 @lines(90, 91)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("prompts", [60, pytest.param(300, marks=pytest.mark.slow)])
 async def test_count_is_exact_and_bound_is_a_bound(served: InProcess, prompts: int) -> None:
     counter = served.backend.counter
