@@ -56,6 +56,7 @@ async def served(engine: str, demo_model: Path, tmp_path: Path) -> AsyncIterator
         yield running
 
 
+@pytest.mark.slow
 async def test_fragments_count_as_the_engine_does(served: InProcess) -> None:
     """Conversations that grow, with tools and without: after every turn the number is the engine's own."""
     counter, new = served.backend.counter, 0
@@ -85,6 +86,7 @@ async def test_history_with_calls_is_counted_by_fragments(served: InProcess) -> 
     assert await served.backend.counter.count(request) == await used_prompt_tokens(served, request)
 
 
+@pytest.mark.slow
 async def test_a_key_is_charged_what_the_engine_says(engine: str, demo_model: Path, tmp_path: Path) -> None:
     secret, key = _key("alice", tokens_per_day=10_000, requests_per_minute=100)
     async with (
@@ -132,6 +134,7 @@ async def test_who_leaves_pays_for_what_was_generated(engine: str, demo_model: P
 
 
 @lines(50)
+@pytest.mark.slow
 async def test_a_spent_budget_is_not_passed(engine: str, demo_model: Path, tmp_path: Path) -> None:
     secret, key = _key("alice", tokens_per_day=200)
     async with (
@@ -148,6 +151,7 @@ async def test_a_spent_budget_is_not_passed(engine: str, demo_model: Path, tmp_p
 
 
 @lines(49)
+@pytest.mark.slow
 async def test_a_minute_is_waited_for_and_concurrency_is_kept(engine: str, demo_model: Path, tmp_path: Path) -> None:
     secret, key = _key("alice", requests_per_minute=2)
     other_secret, other = _key("bob", concurrent=1)

@@ -91,6 +91,7 @@ def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     assert "is a web page" in refusal("plan", str(page))
 
 
+@pytest.mark.slow
 def test_port_in_use(demo_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -130,6 +131,7 @@ def test_an_engine_that_does_not_exist(tmp_path: Path, demo_model: Path) -> None
     assert str(tmp_path / "bin/llama-server") in refusal("serve", "--config", file)
 
 
+@pytest.mark.slow
 def test_a_broken_engine_on_path_gives_way_to_the_embedded_one(tmp_path: Path, demo_model: Path) -> None:
     script(tmp_path, "kill -ILL $$")
     ended = run("demo", "--once", "--prompt", "Hi.", PATH=f"{tmp_path}:{os.environ['PATH']}")

@@ -134,6 +134,7 @@ def test_the_gate_counts_as_the_engine_does(gateway: GatewayProcess) -> None:
     assert used.headers["x-context-limit"] == str(CONTEXT_TOKENS)
 
 
+@pytest.mark.slow
 def test_row_1_a_prompt_is_answered_whole_or_refused(gateway: GatewayProcess) -> None:
     secret = "The secret word is tangerine."
     for words in (0, 400, 5000):

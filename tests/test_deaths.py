@@ -67,6 +67,7 @@ def test_engine_killed_in_mid_stream(own_gateway: GatewayProcess) -> None:
     assert "llama_gateway_engine_restarts_total{" in metrics
 
 
+@pytest.mark.slow
 def test_the_sdk_raises_when_the_engine_is_killed(own_gateway: GatewayProcess) -> None:
     with (
         openai.OpenAI(base_url=f"{own_gateway.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
@@ -81,6 +82,7 @@ def test_the_sdk_raises_when_the_engine_is_killed(own_gateway: GatewayProcess) -
     assert failure.value.code == "upstream_failed"
 
 
+@pytest.mark.slow
 def test_an_answer_that_had_not_begun_is_had_from_the_next_engine(own_gateway: GatewayProcess) -> None:
     url = f"{own_gateway.url}/v1/chat/completions"
     httpx.post(url, json=LONG_ANSWER | {"max_tokens": 1}, timeout=60)
@@ -121,6 +123,7 @@ def test_gateway_killed_in_mid_stream_leaves_no_engine(own_gateway: GatewayProce
 
 
 @lines(113)
+@pytest.mark.slow
 def test_gateway_stopped_in_mid_stream_leaves_nothing(own_gateway: GatewayProcess) -> None:
     url = f"{own_gateway.url}/v1/chat/completions"
     with (
@@ -135,6 +138,7 @@ def test_gateway_stopped_in_mid_stream_leaves_nothing(own_gateway: GatewayProces
     assert list((own_gateway.state_dir / "run").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_gateway_are_removed(engine: str, demo_model: Path, tmp_path: Path) -> None:
     config = {
         "engine": {"binary": engine},

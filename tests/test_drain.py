@@ -63,6 +63,7 @@ def test_open_answers_end_and_new_ones_are_refused(demo_model: Path, tmp_path: P
 
 @lines(113)
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.slow
 def test_at_the_deadline_an_answer_is_broken_off_with_a_reason(demo_model: Path, tmp_path: Path, stream: bool) -> None:
     switch(tmp_path, "a", chunks=1000, chunk_interval_seconds=0.05)
     with fleet_gateway(tmp_path, demo_model, drain_seconds=0.5) as gateway, httpx.Client(timeout=30) as client:
@@ -90,6 +91,7 @@ def test_at_the_deadline_an_answer_is_broken_off_with_a_reason(demo_model: Path,
         assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait(demo_model: Path, tmp_path: Path) -> None:
     switch(tmp_path, "a", chunks=1000, chunk_interval_seconds=0.05)
     with fleet_gateway(tmp_path, demo_model, drain_seconds=60) as gateway, httpx.Client(timeout=30) as client:

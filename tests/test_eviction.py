@@ -214,6 +214,7 @@ async def on_gpu(gpu: Gpu, demo_model: Path, **options: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 async def test_the_plan_waits_for_memory_that_comes_back_late(demo_model: Path) -> None:
     gpu = Gpu(late_seconds=1.5)
     async with await on_gpu(gpu, demo_model) as fleet:
@@ -227,6 +228,7 @@ async def test_the_plan_waits_for_memory_that_comes_back_late(demo_model: Path) 
         assert fleet.state("a") == "stopped"
 
 
+@pytest.mark.slow
 async def test_a_restart_waits_for_the_memory_of_the_engine_that_died(demo_model: Path) -> None:
     gpu = Gpu(late_seconds=1.5)
     async with await on_gpu(gpu, demo_model, new_policy=lambda: RestartPolicy(RestartRules(0.01))) as fleet:

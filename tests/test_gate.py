@@ -84,7 +84,7 @@ async def used_prompt_tokens(served: InProcess, request: ChatRequest) -> int:
 
 @lines(90, 91)
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("prompts", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("prompts", [30, pytest.param(300, marks=pytest.mark.slow)])
 async def test_count_is_exact_and_bound_is_a_bound(served: InProcess, prompts: int) -> None:
     counter = served.backend.counter
     bounded = 0
@@ -142,6 +142,7 @@ def ask(gateway: GatewayProcess, messages: list[dict[str, str]], **fields: Any) 
 
 
 @lines(84, 86, 87)
+@pytest.mark.slow
 def test_the_edge_of_the_context(gateway: GatewayProcess) -> None:
     full, almost = prompt_of(gateway, CONTEXT_TOKENS), prompt_of(gateway, CONTEXT_TOKENS - 1)
     refused = ask(gateway, full, max_tokens=1)
@@ -162,6 +163,7 @@ def test_the_default_limit_ends_an_answer_that_would_not_end(gateway: GatewayPro
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_headers_say_what_is_left(gateway: GatewayProcess) -> None:
     bound = ask(gateway, [{"role": "user", "content": "Hi."}], max_tokens=1)
     assert bound.headers["x-context-limit"] == str(CONTEXT_TOKENS)

@@ -187,6 +187,7 @@ async def test_a_driver_that_goes_between_plan_and_load_costs_one_restart(
         assert "although this machine has NVIDIA GeForce RTX 3060" in (plan.degraded or "")
 
 
+@pytest.mark.slow
 def test_row_5_everything_quietly_on_the_cpu_is_shown_over_http(demo_model: Path, tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "engine": {"binary": str(fake_binary(tmp_path))},

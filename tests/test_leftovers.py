@@ -195,6 +195,7 @@ def test_only_our_own_mark_counts(tmp_path: Path) -> None:
         other.kill()
 
 
+@pytest.mark.slow
 def test_a_second_gateway_on_the_same_state_folder_refuses(demo_model: Path, tmp_path: Path) -> None:
     with running_gateway(config(tmp_path, demo_model), tmp_path) as gateway:
         assert gateway.url
@@ -222,6 +223,7 @@ def test_a_state_folder_that_cannot_be_written(demo_model: Path, tmp_path: Path)
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_state_folder_too_deep_for_sockets_is_no_obstacle(demo_model: Path, tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     with running_gateway(config(tmp_path, demo_model), deep) as gateway:

@@ -80,6 +80,7 @@ async def test_stopped_while_it_is_idle(fake: EngineBinary, demo_model: Path) ->
 
 
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
+@pytest.mark.slow
 async def test_stopped_while_it_answers(fake: EngineBinary, demo_model: Path, moment: str) -> None:
     async with fleet_of(fake, demo_model, {"a": {}}, patience=QUICK, new_policy=quick) as fleet:
         slow: dict[str, Any] = {"silence_seconds": 30} if moment == "prefill" else {"chunk_interval_seconds": 0.05}
@@ -96,6 +97,7 @@ async def test_stopped_while_it_answers(fake: EngineBinary, demo_model: Path, mo
         await replaced(fleet, pid, within=20)
 
 
+@pytest.mark.slow
 async def test_silent_although_healthy(fake: EngineBinary, demo_model: Path) -> None:
     """The inference thread hangs: ``/health`` answers, pings come, but no progress."""
     async with fleet_of(fake, demo_model, {"a": {}}, patience=QUICK, new_policy=quick) as fleet:

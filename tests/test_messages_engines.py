@@ -108,6 +108,7 @@ def test_report_7_an_answer_that_breaks_off_never_looks_finished(
 
 
 @pytest.mark.parametrize(("model", "says"), _BREAKS.items())
+@pytest.mark.slow
 def test_report_7_the_sdk_raises(client: anthropic.Anthropic, model: str, says: tuple[int, str]) -> None:
     with (
         pytest.raises(anthropic.APIStatusError) as failure,
@@ -202,6 +203,7 @@ def _assert_limited(client: anthropic.Anthropic) -> None:
     assert int(over.value.response.headers["retry-after"]) > 0
 
 
+@pytest.mark.slow
 def test_a_gateway_that_stops_says_so(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(orjson.dumps({"chunks": 1000, "chunk_interval_seconds": 0.05}))
     config = {

@@ -93,6 +93,7 @@ async def test_who_leaves_takes_the_rest_of_the_work_along(asking: Asking) -> No
     assert (await asking.embed(["abc"])).status_code == 200
 
 
+@pytest.mark.slow
 async def test_an_engine_that_dies_is_followed_by_another_that_goes_on(asking: Asking) -> None:
     request = asyncio.create_task(asking.embed(LONG))
     await asking.in_flight(2)

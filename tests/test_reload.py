@@ -76,6 +76,7 @@ async def apply(fleet: Fleet, model: Path, models: dict[str, Any], **memory: Any
     return new
 
 
+@pytest.mark.slow
 async def test_another_engine_beside_the_old_one_when_both_fit(demo_model: Path) -> None:
     async with fleet_of(fake_engine_binary(), demo_model, {"a": {}}, memory={"ram_limit": "8GiB"}) as fleet:
         old = fleet.model("a")
@@ -176,6 +177,7 @@ def editable(demo_model: Path, tmp_path: Path) -> Iterator[Editable]:
             yield running
 
 
+@pytest.mark.slow
 async def test_fifty_reloads_under_fifty_streams(editable: Editable, tmp_path: Path) -> None:
     url = editable.gateway.url
 
@@ -218,6 +220,7 @@ def test_sighup_does_the_same(editable: Editable, demo_model: Path) -> None:
     assert names() == ["a", "new"]
 
 
+@pytest.mark.slow
 def test_a_watched_file_is_read_again_by_itself(editable: Editable, demo_model: Path) -> None:
     names = lambda: [model["id"] for model in editable.client.get("/v1/models").json()["data"]]  # noqa: E731
     entry = {"path": str(demo_model), "context": 512}

@@ -53,6 +53,7 @@ def test_the_next_engine_answers(demo_model: Path, tmp_path: Path, stream: bool)
             assert answer.content.count(b'"role"') == 1
 
 
+@pytest.mark.slow
 def test_only_once(demo_model: Path, tmp_path: Path) -> None:
     """A request that ends every engine must not end all of them."""
     switch(tmp_path, die="sigkill@request")

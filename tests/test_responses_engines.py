@@ -131,6 +131,7 @@ def test_row_7_an_answer_that_breaks_off_never_looks_finished(
 
 
 @pytest.mark.parametrize(("model", "says"), _BREAKS.items())
+@pytest.mark.slow
 def test_row_7_the_sdk_raises(client: openai.OpenAI, model: str, says: tuple[int, str]) -> None:
     with pytest.raises(openai.APIError) as failure, client.responses.stream(model=model, input="hi") as stream:
         stream.get_final_response()

@@ -38,6 +38,7 @@ async def test_one_load_however_many_ask_by_whatever_name(fake: EngineBinary, de
 
 
 @lines(112)
+@pytest.mark.slow
 async def test_who_waits_too_long_is_told_how_long_it_will_take(fake: EngineBinary, demo_model: Path) -> None:
     # Long enough for the load to begin on a busy machine: one that nobody waits for does not.
     async with fleet_of(fake, demo_model, {"a": {}}, load_wait_seconds=1.0) as fleet:
@@ -137,6 +138,7 @@ async def test_an_idle_model_is_unloaded_and_comes_back(fake: EngineBinary, demo
         assert fleet.starts() == ["a", "a"]
 
 
+@pytest.mark.slow
 async def test_a_request_at_the_very_moment_of_unloading_is_served(fake: EngineBinary, demo_model: Path) -> None:
     async with fleet_of(fake, demo_model, {"a": {"idle_unload": "60ms"}}) as fleet:
         a = fleet.model("a")

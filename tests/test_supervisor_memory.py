@@ -245,6 +245,7 @@ async def test_what_a_load_really_took_is_known_at_the_next(fake: EngineBinary, 
         assert "caches x2.00" in {reason.setting: reason.value for reason in plan.reasons}["correction"]
 
 
+@pytest.mark.slow
 def test_a_request_that_waited_through_the_steps_is_answered_and_the_operator_sees_them(
     mixture: Path, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_what_the_engine_would_fail_on_is_refused(
     assert answer.json()["error"]["param"].startswith(field)
 
 
+@pytest.mark.slow
 def test_keys_open_only_their_models(one_engine: str, demo_model: Path, tmp_path: Path) -> None:
     key, digest = new_key()
     config = {
