@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
@@ -344,6 +344,8 @@ def _settings(seeds: int) -> settings:
         database=None,
         # The same histories every time: a failure can be looked at, and a run says something about the change in hand.
         derandomize=True,
+        # The history that failed is told as it is: to shorten one takes longer than a test may.
+        phases=(Phase.explicit, Phase.generate),
         suppress_health_check=list(HealthCheck),
     )
 
