@@ -14,6 +14,7 @@ from app.protocol.conversation import conversation, media_of
 from app.protocol.expectation import NOTHING, Expectation, expectation
 from app.protocol.fields import MAX_INTEGER, boolean, check_size, include_usage, integer, model_name, parse_object
 from app.protocol.steering import check_numbers, check_shapes, with_named_tool
+from app.protocol.streamed import streamed_body
 
 # What goes down to the engine besides messages, stream and the token limit. Every other name is dropped: llama-server
 # reads dozens of private ones (n_predict, id_slot, cache_prompt, grammar, …) by which a client could get around its
@@ -109,21 +110,8 @@ class ChatRequest:
         return orjson.dumps({"messages": self.messages, **rendered})
 
     def engine_body(self, *, max_tokens: int, slot: int | None = None) -> bytes:
-        """What the engine gets: always a stream with usage and progress, always a limit.
-
-        The engine cancels a non-streaming request late after its client left, a stream at its next write.
-        """
-        return orjson.dumps(
-            {
-                **self.fields,
-                **({} if slot is None else {"id_slot": slot}),
-                "messages": self.messages,
-                "max_tokens": max_tokens,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "return_progress": True,
-            }
-        )
+        """What the engine gets."""
+        return streamed_body(self.fields, max_tokens=max_tokens, slot=slot, messages=self.messages)
 
 
 def parse_chat_request(body: bytes) -> ChatRequest:

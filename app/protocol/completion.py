@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import orjson
-
 from app.errors import InvalidValue
 from app.protocol.abilities import Abilities, Headers
 from app.protocol.expectation import NOTHING, Expectation
@@ -22,6 +20,7 @@ from app.protocol.fields import (
 )
 from app.protocol.prompts import Prompt, prompts_of
 from app.protocol.steering import check_numbers, check_shapes
+from app.protocol.streamed import streamed_body
 
 _FORWARDED = frozenset(
     {
@@ -94,18 +93,9 @@ class CompletionRequest:
         return self, []
 
     def engine_body(self, *, max_tokens: int, slot: int | None = None) -> bytes:
-        """What the engine gets: always a stream with usage and progress, always a limit."""
-        return orjson.dumps(
-            {
-                **self.fields,
-                **({} if slot is None else {"id_slot": slot}),
-                "prompt": self.prompts[0] if len(self.prompts) == 1 else self.prompts,
-                "max_tokens": max_tokens,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "return_progress": True,
-            }
-        )
+        """What the engine gets."""
+        prompt = self.prompts[0] if len(self.prompts) == 1 else self.prompts
+        return streamed_body(self.fields, max_tokens=max_tokens, slot=slot, prompt=prompt)
 
 
 def parse_completion_request(body: bytes) -> CompletionRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from app.protocol.delta import CallDelta, Delta
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
 
 
-class Item:
+class Item(ABC):
     """One item of the output at ``place``; it grows by pieces of text and is a document at any time."""
 
     __slots__ = ("id", "pieces", "place")
@@ -26,9 +27,9 @@ class Item:
         """All of it so far."""
         return "".join(self.pieces)
 
+    @abstractmethod
     def document(self, status: str) -> dict[str, Any]:
         """The item as the API has it; an item in progress is shown empty."""
-        raise NotImplementedError
 
 
 class Message(Item):
