@@ -378,6 +378,20 @@ def test_one_who_leaves_soon_and_one_who_answers_for_long_both_make_room(machine
     history.teardown()
 
 
+def test_one_who_is_being_replaced_keeps_its_settings(machine: type[FleetMachine]) -> None:
+    """It once took over those of its successor, crashed, and came back as a second engine of the same settings."""
+    history = machine()
+    history.open()
+    history.ask("a", 0.1)
+    history.wait(8.0)
+    history.change("a")
+    history.crash(0, Cause.CRASH)
+    history.adjust("a", pin=True, idle="never")
+    history.wait(25.0)
+    history.nothing_is_promised_twice()
+    history.teardown()
+
+
 def test_a_spin_is_a_failure_that_names_its_place() -> None:
     async def spin() -> None:
         while True:

@@ -10,6 +10,7 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,69 +46,16 @@ def _plain() -> dict[str, Any]:
     return {"model": MODEL_ID, "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
 
 
-_LEAVES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2,
-        1.5,
-        -0.0,
-        1e308,
-        1 << 31,
-        (1 << 32) + 2,
-        (1 << 63) - 1,
-        "",
-        "x",
-        "\x00",
-        "北京🌍",
-    ),
-    *("<|im_end|>", "{{ x }}", "data: [DONE]\n\n", "a" * 3000, [], {}, [[]], [{}], {"": ""}, MODEL_ID, "user", "auto"),
-)
-_NAMES = (
-    *(
-        "model",
-        "messages",
-        "input",
-        "role",
-        "content",
-        "type",
-        "text",
-        "stream",
-        "max_tokens",
-        "max_output_tokens",
-        "n",
-    ),
-    *(
-        "prompt",
-        "query",
-        "documents",
-        "tools",
-        "tool_choice",
-        "function",
-        "name",
-        "parameters",
-        "response_format",
-        "json_schema",
-        "schema",
-        "stop",
-    ),
-    *(
-        "temperature",
-        "top_p",
-        "seed",
-        "logprobs",
-        "top_logprobs",
-        "stream_options",
-        "include_usage",
-        "system",
-        "logit_bias",
-    ),
-    *("chat_template_kwargs", "reasoning_effort", "thinking", "instructions", "metadata", "tool_calls", "tool_call_id"),
-)
+_NUMBERS = (0, -1, 1, 2, 1.5, -0.0, 1e308, 1 << 31, (1 << 32) + 2, (1 << 63) - 1)
+_TEXTS = ("", "x", "\x00", "北京🌍", "<|im_end|>", "{{ x }}", "data: [DONE]\n\n", "a" * 3000, MODEL_ID, "user", "auto")
+_LEAVES: tuple[Any, ...] = (None, True, False, *_NUMBERS, *_TEXTS, [], {}, [[]], [{}], {"": ""})
+_WORDS = """
+model messages input role content type text stream max_tokens max_output_tokens n prompt query documents tools
+tool_choice function name parameters response_format json_schema schema stop temperature top_p seed logprobs
+top_logprobs stream_options include_usage system logit_bias chat_template_kwargs reasoning_effort thinking
+instructions metadata tool_calls tool_call_id
+"""
+_NAMES = tuple(_WORDS.split())
 
 
 def _mutated(random_: random.Random) -> Any:
@@ -129,7 +77,8 @@ def _mutated(random_: random.Random) -> Any:
 
 def _value(random_: random.Random, *, depth: int) -> Any:
     if depth == 0 or random_.random() < 0.6:
-        return random_.choice(_LEAVES)
+        # A copy: what is put into one body must not grow in another, or into itself.
+        return deepcopy(random_.choice(_LEAVES))
     if random_.random() < 0.5:
         return [_value(random_, depth=depth - 1) for _ in range(random_.randint(0, 3))]
     return {random_.choice(_NAMES): _value(random_, depth=depth - 1) for _ in range(random_.randint(0, 3))}

@@ -17,7 +17,9 @@ from app.events import EventKind
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
-_RUNS_SECONDS, _RESTS_SECONDS = 0.05, 0.2
+_RUNS_SECONDS, _RESTS_SECONDS = 0.02, 0.08
+# Long enough that no answer fits between two stops, on a fast machine either.
+_ANSWER_TOKENS = 100
 # Who shares this machine may slow the engine down too.
 _MOST_ANSWERS = 40
 
@@ -45,7 +47,7 @@ def choked(group: int) -> Iterator[None]:
 
 
 async def ask(running: InProcess, *, times: int) -> None:
-    body = {"model": MODEL_ID, "messages": [{"role": "user", "content": "Count."}], "max_tokens": 12}
+    body = {"model": MODEL_ID, "messages": [{"role": "user", "content": "Count."}], "max_tokens": _ANSWER_TOKENS}
     async with httpx.AsyncClient(timeout=60) as client:
         for _ in range(times):
             url = f"http://127.0.0.1:{running.port}/v1/chat/completions"

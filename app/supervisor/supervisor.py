@@ -200,9 +200,8 @@ class Supervisor:
             self._shown.pop(name, None)
             self._chronicle.forgotten(name)
         for name in changes.adjusted:
-            self._units[name].adopt(models[name])
-            if name in self._successors:
-                self._successors[name].adopt(models[name])
+            # A unit that is being replaced keeps its settings: a crash must not bring it back with its successor's.
+            self._successors.get(name, self._units[name]).adopt(models[name])
         for name in changes.added:
             self._add(models[name], facts[name])
         for name in changes.restarted:
