@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
-import psutil
-import pynvml
+from app import nvidia
 
 if sys.platform != "win32":
     import resource
@@ -96,8 +96,8 @@ def probe_machine(device_list: str, *, root: Path = _ROOT) -> Machine:
 def device_memory(*, root: Path = _ROOT) -> tuple[DeviceMemory, ...]:
     """Memory of every NVIDIA and AMD device by its driver, cheap enough for a sampler; empty when there is none."""
     # NVML speaks to the driver, not to files: it knows nothing of another root.
-    nvidia = tuple(_nvidia_memory()) if root == _ROOT else ()
-    return nvidia + tuple(_amd_memory(root))
+    cards = tuple(DeviceMemory(*card) for card in nvidia.memory()) if root == _ROOT else ()
+    return cards + tuple(_amd_memory(root))
 
 
 def with_driver_memory(devices: Sequence[Device], drivers: Iterable[DeviceMemory]) -> tuple[Device, ...]:
@@ -125,13 +125,9 @@ def _same_device(device: Device, driver: DeviceMemory) -> bool:
 def process_device_memory() -> dict[int, dict[str, int]]:
     """Bytes that each process holds on each NVIDIA device, by its driver, which may not say; pid → device → bytes."""
     held: dict[int, dict[str, int]] = {}
-    for handle in _nvidia_devices():
-        with suppress(pynvml.NVMLError):
-            name = str(pynvml.nvmlDeviceGetName(handle))
-            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                if process.usedGpuMemory is not None:
-                    of_process = held.setdefault(int(process.pid), {})
-                    of_process[name] = of_process.get(name, 0) + int(process.usedGpuMemory)
+    for name, pid, used_bytes in nvidia.process_memory():
+        of_process = held.setdefault(pid, {})
+        of_process[name] = of_process.get(name, 0) + used_bytes
     return held
 
 
@@ -143,35 +139,11 @@ def largest_holders(held: Mapping[int, Mapping[str, int]], *, without: Collectio
 
 
 def _process_name(pid: int) -> str:
+    psutil = _psutil()
     try:
         return str(psutil.Process(pid).name())
     except psutil.Error:
         return "a program"
-
-
-def _nvidia_memory() -> Iterator[DeviceMemory]:
-    for handle in _nvidia_devices():
-        with suppress(pynvml.NVMLError):
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name = pynvml.nvmlDeviceGetName(handle)
-            yield DeviceMemory(str(name), int(memory.total), int(memory.used), int(memory.free))
-
-
-def _nvidia_devices() -> Iterator[Any]:
-    """Handles, to be used while they are iterated over."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            with suppress(pynvml.NVMLError):
-                yield pynvml.nvmlDeviceGetHandleByIndex(index)
-    except pynvml.NVMLError:
-        return
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 def _amd_memory(root: Path) -> Iterator[DeviceMemory]:
@@ -199,7 +171,7 @@ def _system_ram(root: Path) -> tuple[int, int]:
     values = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     if "MemTotal" in values and "MemAvailable" in values:
         return values["MemTotal"], values["MemAvailable"]
-    memory = psutil.virtual_memory()
+    memory = _psutil().virtual_memory()
     return int(memory.total), int(memory.available)
 
 
@@ -278,7 +250,7 @@ def _allowed_cpus(root: Path) -> frozenset[int]:
     found = re.search(r"^Cpus_allowed_list:\s*(\S+)", _text(root / "proc/self/status"), re.MULTILINE)
     online = _cpu_list(_text(root / "sys/devices/system/cpu/online"))
     allowed = _cpu_list(found[1]) if found else online
-    return (allowed & online if online else allowed) or frozenset(range(psutil.cpu_count() or 1))
+    return (allowed & online if online else allowed) or frozenset(range(os.cpu_count() or 1))
 
 
 def _performance_cpus(root: Path, allowed: frozenset[int]) -> frozenset[int]:
@@ -329,3 +301,8 @@ def _number(path: Path) -> int | None:
     """The number in a file; None for a missing file and for words such as ``max`` (and -1, which means the same)."""
     text = _text(path).strip()
     return int(text) if text.isdigit() else None
+
+
+def _psutil() -> ModuleType:
+    """Imported where Linux's own files do not say: a plan needs it nowhere else, and waits for it."""
+    return import_module("psutil")

@@ -10,14 +10,14 @@ import pytest
 
 from app.engine.accounting import ask_accounting
 from app.engine.binary import EngineBinary, find_engine
-from app.engine.command import Endpoint, build_argv
+from app.engine.command import Endpoint, build_argv, knows_moe_cache
 from app.engine.environment import child_environment
 from app.engine.flags import FLAGS
-from app.engine.verify import knows_moe_cache
 from app.gguf import ModelFacts, read_header
 from app.hardware import Device, Machine
 from app.memory import MemoryModel
-from app.offload import Shortage, Wish, plan_offload, step_down
+from app.offload import Wish, plan_offload
+from app.offload.step_down import Shortage, step_down
 from tests import shapes
 from tests.gguf_writer import write
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from app.cli.plan import PlanRequest
 from app.config import ModelCatalog, ModelConfig, Settings
 from app.engine.command import Endpoint, build_argv
 from app.gguf import Kind, ModelFacts, natural_kind, read_header
@@ -108,3 +109,14 @@ def test_slots_of_embeddings_share_their_cells_on_the_embedded_engine(tmp_path: 
         endpoint = Endpoint(socket=None, port=1)
         argv = build_argv(plan, replace(binary(), kind=engine), alias="m", endpoint=endpoint, key_file=None)
         assert [word for word in argv if word.endswith("kv-unified")] == [flag]
+
+
+@pytest.mark.parametrize("kind", ["auto", "chat", "embedding", "rerank"])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_plan_from_the_command_line_is_the_one_that_is_served(kind: str, pooled: bool, tmp_path: Path) -> None:
+    facts = facts_of(tmp_path, **(POOLED if pooled else {}))
+    request = PlanRequest(
+        file=facts.path, mmproj=None, vram=None, ram=None, context=1000, parallel=1, kv_cache="auto", engine="auto",
+        kind=kind,
+    )  # fmt: skip
+    assert request.wish(facts) == wish_for(model(kind), Settings().memory, facts)

@@ -19,8 +19,8 @@ from app.cli.plan import PlanRequest, print_plan
 from app.errors import ConfigError, DoesNotFit, EngineUnusable
 from app.gguf import read_header
 from app.hardware import Device, Machine
-from app.offload import Alternative, Wish, alternatives, plan_offload
-from app.offload.alternatives import requantised
+from app.offload import Wish, plan_offload
+from app.offload.alternatives import Alternative, alternatives, requantised
 from tests import shapes
 from tests.gguf_writer import write
 
@@ -202,7 +202,12 @@ def test_verify_without_an_engine_says_what_is_missing(a3b: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"vram": "much"}, "--vram 'much'"), ({"ram": "-"}, "--ram '-'"), ({"kv_cache": "q9"}, "--kv-cache q9")],
+    [
+        ({"vram": "much"}, "--vram 'much'"),
+        ({"ram": "-"}, "--ram '-'"),
+        ({"kv_cache": "q9"}, "--kv-cache q9"),
+        ({"kind": "x"}, "--kind x"),
+    ],
 )
 def test_arguments_that_make_no_sense(a3b: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -32,7 +32,8 @@ from app.memory import (
     MemoryModel,
     correction_of,
 )
-from app.offload import Confirmation, OffloadPlan, Wish, plan_offload
+from app.offload import OffloadPlan, Wish, plan_offload
+from app.offload.confirm import Confirmation
 from tests import shapes
 from tests.bench.memory import build_shim
 from tests.gguf_writer import write

@@ -17,8 +17,9 @@ from app.errors import DoesNotFit
 from app.gguf import ModelFacts, read_header
 from app.hardware import Device, Machine
 from app.memory import KVType
-from app.offload import MOST_STEPS, OffloadPlan, Shortage, Wish, plan_offload, step_down
+from app.offload import OffloadPlan, Wish, plan_offload
 from app.offload.host import PROCESS_BYTES
+from app.offload.step_down import MOST_STEPS, Shortage, step_down
 from tests import projector_shapes, shapes
 from tests.gguf_writer import write
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from app.memory import DeviceLedger, HostLedger
-from app.offload import Alternative, OffloadPlan
+from app.offload import OffloadPlan
+from app.offload.alternatives import Alternative
 
 _MIB = 1 << 20
 _BAR_WIDTH = 60

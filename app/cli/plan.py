@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TypedDict
 
 import typer
 
-from app.cli.drawing import explanation, offers
 from app.engine.binary import EngineBinary, find_engine
-from app.engine.command import Endpoint, build_argv
+from app.engine.command import Endpoint, build_argv, knows_moe_cache
 from app.engine.environment import child_environment
-from app.engine.verify import PlanVerifier, knows_moe_cache
 from app.errors import ConfigError, DoesNotFit, EngineUnusable
-from app.gguf import ModelFacts, read_header, read_projector
+from app.gguf import Kind, ModelFacts, natural_kind, needed_pooling, read_header, read_projector
 from app.hardware import Device, Machine, probe_machine
-from app.offload import OffloadPlan, Wish, alternatives, plan_offload
+from app.offload import OffloadPlan, Wish, plan_offload
 
 _KV_CACHES = ("auto", "f16", "q8_0", "q4_0")
+_KINDS = ("auto", *Kind)
 # The units of the configuration's sizes; pydantic, which reads those, takes longer to import than a plan takes.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt]?)(i?)b?)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -45,9 +45,11 @@ class PlanRequest:
     verify: bool = False
     explain: bool = False
     draft: str | None = None
+    kind: str = "auto"
 
-    def wish(self) -> Wish:
-        """What is asked of the planner."""
+    def wish(self, facts: ModelFacts) -> Wish:
+        """What is asked of the planner; what the model is for is told by its file unless ``kind`` is set."""
+        kind = natural_kind(facts) if self.kind == "auto" else Kind(self.kind)
         return Wish(
             context=self.context,
             parallel=self.parallel,
@@ -55,6 +57,8 @@ class PlanRequest:
             gpu_layers=self.gpu_layers,
             cpu_moe_layers=self.cpu_moe_layers,
             draft_head=self.draft == "head",
+            embedding=kind is not Kind.CHAT,
+            pooling=needed_pooling(kind, facts),
         )
 
     def beside(self) -> _Beside:
@@ -70,8 +74,8 @@ class _Beside(TypedDict):
 
 def print_plan(request: PlanRequest, *, as_json: bool) -> None:
     """Print the plan; raises ModelFileError, ConfigError, or DoesNotFit with the numbers after what would fit."""
-    if request.kv_cache not in _KV_CACHES:
-        raise ConfigError(f"--kv-cache {request.kv_cache} is unknown; use one of {', '.join(_KV_CACHES)}.")
+    _check("--kv-cache", request.kv_cache, _KV_CACHES)
+    _check("--kind", request.kind, _KINDS)
     facts = read_header(request.file)
     beside = request.beside()
     engine = _engine(request)
@@ -79,13 +83,13 @@ def print_plan(request: PlanRequest, *, as_json: bool) -> None:
     try:
         plan = _plan(request, facts, machine, engine, beside)
     except DoesNotFit:
-        _print(offers(alternatives(facts, machine, request.wish(), **beside)), err=True)
+        _print(_offers(facts, machine, request.wish(facts), beside), err=True)
         raise
     argv = _argv(plan, engine) if engine is not None else ()
     if as_json:
         typer.echo(json.dumps(plan.document(argv=argv), indent=2, ensure_ascii=False))
         return
-    _print(explanation(plan) if request.explain else _short(plan))
+    _print(_explanation(plan) if request.explain else _short(plan))
     if argv:
         typer.echo("\n" + " ".join(argv))
 
@@ -98,12 +102,31 @@ def _plan(
     beside: _Beside,
 ) -> OffloadPlan:
     if not request.verify:
-        wish = replace(request.wish(), moe_cache=engine is not None and knows_moe_cache(engine))
+        wish = replace(request.wish(facts), moe_cache=engine is not None and knows_moe_cache(engine))
         return plan_offload(facts, machine, wish, **beside)
     if engine is None:
         raise EngineUnusable("--verify needs an engine to ask and there is none; install one, or leave --verify away.")
-    verifier = PlanVerifier(engine, environment=child_environment(os.environ))
-    return verifier.plan(facts, machine, request.wish(), **beside)
+    return _verified(engine, facts, machine, request.wish(facts), beside)
+
+
+# What most calls do without is imported by those that need it: it would be a sixth of the time that a plan takes.
+
+
+def _verified(engine: EngineBinary, facts: ModelFacts, machine: Machine, wish: Wish, beside: _Beside) -> OffloadPlan:
+    verifier = import_module("app.engine.verify").PlanVerifier(engine, environment=child_environment(os.environ))
+    plan: OffloadPlan = verifier.plan(facts, machine, wish, **beside)
+    return plan
+
+
+def _offers(facts: ModelFacts, machine: Machine, wish: Wish, beside: _Beside) -> Iterable[str]:
+    found = import_module("app.offload.alternatives").alternatives(facts, machine, wish, **beside)
+    lines: Iterable[str] = import_module("app.cli.drawing").offers(found)
+    return lines
+
+
+def _explanation(plan: OffloadPlan) -> Iterable[str]:
+    lines: Iterable[str] = import_module("app.cli.drawing").explanation(plan)
+    return lines
 
 
 def _short(plan: OffloadPlan) -> Iterable[str]:
@@ -154,6 +177,11 @@ def _described_devices(vram: str, machine: Machine) -> tuple[Device, ...]:
         Device(name=name, description="as described by --vram", total_bytes=size, free_bytes=size)
         for name, size in zip(names, sizes, strict=True)
     )
+
+
+def _check(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(f"{option} {value} is unknown; use one of {', '.join(known)}.")
 
 
 def _size(option: str, text: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from app.engine.binary import EngineBinary
 from app.engine.endpoint import Endpoint
 from app.engine.environment import child_environment
-from app.engine.flags import CommandLine, check_extra_args, extra_flags
+from app.engine.flags import FLAGS, CommandLine, check_extra_args, extra_flags
 from app.errors import ConfigError, EngineUnusable
 from app.offload import OffloadPlan
 
@@ -50,6 +50,11 @@ def build_argv(
     if slot_save_path is not None:
         line.add("slot_save_path", str(slot_save_path))
     return (*engine.command, *line.arguments, *_extra(engine, extra_args))
+
+
+def knows_moe_cache(engine: EngineBinary) -> bool:
+    """Whether this engine can keep some of the experts that are in RAM on a device."""
+    return not engine.flags.isdisjoint(FLAGS["moe_cache"].spellings)
 
 
 def _add_listener(line: CommandLine, endpoint: Endpoint, key_file: Path | None) -> None:

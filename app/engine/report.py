@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from app.engine.state import State
-from app.offload import Shortage
+from app.offload.step_down import Shortage
 
 _MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from app.engine.accounting import ask_accounting
 from app.engine.binary import EngineBinary
-from app.engine.flags import FLAGS
+from app.engine.command import knows_moe_cache
 from app.engine.learned import LearnedCorrections, learned_key
 from app.engine.report import BufferKind, MeasuredMemory
 from app.gguf import ModelFacts
@@ -23,7 +23,9 @@ from app.memory import (
     MemoryModel,
     correction_of,
 )
-from app.offload import Confirmation, OffloadPlan, Shortage, Wish, plan_offload, step_down, with_word
+from app.offload import OffloadPlan, Wish, plan_offload
+from app.offload.confirm import Confirmation, with_word
+from app.offload.step_down import Shortage, step_down
 
 _log = logging.getLogger(__name__)
 
@@ -116,11 +118,6 @@ class PlanVerifier:
     def _keep(self, key: str, plan: OffloadPlan, correction: Correction) -> None:
         if self._learned is not None:
             self._learned.keep(key, correction, model=plan.model.name)
-
-
-def knows_moe_cache(engine: EngineBinary) -> bool:
-    """Whether this engine can keep some of the experts that are in RAM on a device."""
-    return not engine.flags.isdisjoint(FLAGS["moe_cache"].spellings)
 
 
 _PARTS = {

@@ -6,7 +6,7 @@ The limits are far above every published model and keep memory and time small.
 from __future__ import annotations
 
 from app.gguf.facts import ModelFacts, Scalar, TensorInfo
-from app.gguf.kind import ENCODERS, Kind, file_pooling, natural_kind
+from app.gguf.kind import ENCODERS, Kind, file_pooling, natural_kind, needed_pooling
 from app.gguf.projector import read_projector
 from app.gguf.shards import read_header
 from app.gguf.types import TENSOR_TYPES, TensorType
@@ -21,6 +21,7 @@ __all__ = [
     "TensorType",
     "file_pooling",
     "natural_kind",
+    "needed_pooling",
     "read_header",
     "read_projector",
 ]

@@ -43,6 +43,14 @@ def natural_kind(facts: ModelFacts) -> Kind:
     return Kind.CHAT
 
 
+def needed_pooling(kind: Kind, facts: ModelFacts) -> str | None:
+    """What the engine must be told: without a pooling it has a vector for each token, which is no embedding."""
+    if kind is Kind.RERANK:
+        return "rank"
+    is_said = file_pooling(facts) in {"mean", "cls", "last"}
+    return "mean" if kind is Kind.EMBEDDING and not is_said else None
+
+
 def file_pooling(facts: ModelFacts) -> str | None:
     """How the file says that the vectors of a text become one, None when it does not say."""
     number = facts.value("pooling_type")

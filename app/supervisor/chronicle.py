@@ -7,7 +7,8 @@ import logging
 from app.engine.process import EngineExit
 from app.events import EventKind, EventLog
 from app.metrics import Metrics
-from app.offload import MOST_STEPS, OffloadPlan
+from app.offload import OffloadPlan
+from app.offload.step_down import MOST_STEPS
 from app.supervisor.status import Failure
 
 _log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from app.errors import DeviceMissing, DoesNotFit
 from app.eviction import Evict, Go, Resident, SharingRules, Wait, as_good, choose
 from app.hardware import Machine, largest_holders, process_device_memory
 from app.metrics import Metrics
-from app.offload import MOST_STEPS, OffloadPlan, Shortage, missing, plan_offload, replanned, step_down
+from app.offload import OffloadPlan, plan_offload
+from app.offload.step_down import MOST_STEPS, Shortage, missing, replanned, step_down
 from app.supervisor.chronicle import Chronicle
 from app.supervisor.holdings import Holding, left_over
 from app.supervisor.planning import ModelFiles, planned_parts, wish_for

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from app.config import MemoryConfig, ModelConfig
-from app.gguf import Kind, ModelFacts, file_pooling, natural_kind, read_header, read_projector
+from app.gguf import Kind, ModelFacts, natural_kind, needed_pooling, read_header, read_projector
 from app.offload import OffloadPlan, Wish
 
 
@@ -42,7 +42,7 @@ def wish_for(model: ModelConfig, memory: MemoryConfig, facts: ModelFacts) -> Wis
         require_gpu=model.require_gpu,
         draft_head=model.draft_head,
         embedding=kind is not Kind.CHAT,
-        pooling=_pooling(kind, facts),
+        pooling=needed_pooling(kind, facts),
         allow_smaller_context=model.allow_smaller_context,
     )
 
@@ -52,14 +52,6 @@ def kind_of(model: ModelConfig, facts: ModelFacts | None) -> Kind:
     if model.kind != "auto":
         return Kind(model.kind)
     return Kind.CHAT if facts is None else natural_kind(facts)
-
-
-def _pooling(kind: Kind, facts: ModelFacts) -> str | None:
-    """What the engine must be told: without a pooling it has a vector for each token, which is no embedding."""
-    if kind is Kind.RERANK:
-        return "rank"
-    is_said = file_pooling(facts) in {"mean", "cls", "last"}
-    return "mean" if kind is Kind.EMBEDDING and not is_said else None
 
 
 def requested_context(model: ModelConfig, facts: ModelFacts) -> int:
