@@ -5,8 +5,15 @@ Its own template drops tools, and at 135M parameters it prefers to talk about a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from tests.conftest import MODEL_ID
+from tests.gateway import GatewayProcess, running_gateway
 
 # A call is a bare JSON object, so that a required one has no mark before it that the model could put off.
 _TEMPLATE = """\
@@ -42,3 +49,17 @@ def calling_model(demo_model: Path, folder: Path, **fields: Any) -> dict[str, An
     template.write_text(_TEMPLATE)
     arguments = ["--chat-template-file", str(template), "--logit-bias", _PUSH]
     return {"path": str(demo_model), "extra_args": arguments, **fields}
+
+
+@contextmanager
+def calling_gateway(native_engine: Path | None, demo_model: Path, folder: Path) -> Iterator[GatewayProcess]:
+    """A gateway with that model alone."""
+    if native_engine is None:
+        pytest.skip("the embedded engine takes no --logit-bias; deploy/native-engine-debian.sh installs a native one")
+    config = {
+        "engine": {"binary": str(native_engine)},
+        "memory": {"ram_reserve": "256MiB"},
+        "models": {MODEL_ID: calling_model(demo_model, folder, context=1024)},
+    }
+    with running_gateway(config, folder) as running:
+        yield running

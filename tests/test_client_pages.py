@@ -14,6 +14,7 @@ import orjson
 import pytest
 import yaml
 
+from tests.calling_model import calling_gateway
 from tests.client_pages import FOLDER, adapted, example, examples
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
@@ -115,7 +116,21 @@ def test_llm(gateway: GatewayProcess, clients: Path, tmp_path: Path) -> None:
 
 
 def _mine(heading: str, language: str, gateway: GatewayProcess) -> str:
-    return adapted(example(_PAGE, heading, language=language), url=gateway.url, model=MODEL_ID)
+    return _of(_PAGE, heading, language, gateway)
+
+
+def _of(page: str, heading: str, language: str, gateway: GatewayProcess) -> str:
+    return adapted(example(page, heading, language=language), url=gateway.url, model=MODEL_ID)
+
+
+@pytest.mark.slow
+def test_an_agent_calls_its_tool_and_answers(native_engine: Path | None, demo_model: Path, tmp_path: Path) -> None:
+    with calling_gateway(native_engine, demo_model, tmp_path) as gateway:
+        (tmp_path / "example.py").write_text(_of("agents.md", "Pydantic AI", "python", gateway))
+        printed = _run(sys.executable, "-W", "error", "example.py", folder=tmp_path).stdout
+    answer, usage = printed.rstrip().rsplit("\n", 1)
+    assert len(answer) > 10
+    assert "requests=2, tool_calls=1" in usage
 
 
 @pytest.mark.slow

@@ -9,9 +9,8 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.calling_model import calling_model
+from tests.calling_model import calling_gateway
 from tests.conftest import MODEL_ID
-from tests.gateway import running_gateway
 
 WEATHER: Any = {
     "name": "get_weather",
@@ -31,16 +30,9 @@ GREEDY = {"temperature": 0}
 def client(
     native_engine: Path | None, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[anthropic.Anthropic]:
-    if native_engine is None:
-        pytest.skip("the embedded engine takes no --logit-bias; deploy/native-engine-debian.sh installs a native one")
     folder = tmp_path_factory.mktemp("tools")
-    config = {
-        "engine": {"binary": str(native_engine)},
-        "memory": {"ram_reserve": "256MiB"},
-        "models": {MODEL_ID: calling_model(demo_model, folder, context=1024)},
-    }
     with (
-        running_gateway(config, folder) as gateway,
+        calling_gateway(native_engine, demo_model, folder) as gateway,
         anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as client,
     ):
         yield client
