@@ -27,6 +27,7 @@ from app.auth import Authenticator
 from app.backends import RemoteRules
 from app.config import ModelCatalog, ServerConfig, Settings
 from app.engine.binary import EngineBinary, find_engine, no_engine
+from app.engine.flag_table import FlagTable
 from app.errors import AddressInUse, ConfigError
 from app.events import EventLog
 from app.http_server import GatewayProtocol
@@ -288,7 +289,9 @@ async def _with_signals(main: Callable[[StopRequest], Coroutine[Any, Any, None]]
 
 def _engine(settings: Settings) -> EngineBinary:
     needs_one = any(entry.path is not None for entry in settings.models.values())
-    return find_engine(settings.engine.binary) if needs_one else no_engine()
+    if not needs_one:
+        return no_engine()
+    return find_engine(settings.engine.binary, flag_table=FlagTable(settings.state_dir / "engine-flags.json"))
 
 
 async def serve(

@@ -17,6 +17,7 @@ _LINES = (
     (0, "protocol"),
     (0, "gguf"),
     (0, "nvidia"),
+    (0, "cache_folder"),
     (0, "hardware"),
     (0, "histogram"),
     (0, "exposition"),

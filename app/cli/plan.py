@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import TypedDict
 
 import typer
 
+from app.cache_folder import cache_dir
 from app.engine.binary import EngineBinary, find_engine
 from app.engine.command import Endpoint, build_argv, knows_moe_cache
 from app.engine.environment import child_environment
+from app.engine.flag_table import FlagTable
 from app.errors import ConfigError, DoesNotFit, EngineUnusable
 from app.gguf import Kind, ModelFacts, natural_kind, needed_pooling, read_header, read_projector
 from app.hardware import Device, Machine, probe_machine
@@ -76,10 +79,12 @@ def print_plan(request: PlanRequest, *, as_json: bool) -> None:
     """Print the plan; raises ModelFileError, ConfigError, or DoesNotFit with the numbers after what would fit."""
     _check("--kv-cache", request.kv_cache, _KV_CACHES)
     _check("--kind", request.kind, _KINDS)
-    facts = read_header(request.file)
-    beside = request.beside()
-    engine = _engine(request)
-    machine = _machine(request, engine)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        # The engine looks at the devices while we read.
+        asked = pool.submit(_engine_and_machine, request)
+        facts = read_header(request.file)
+        beside = request.beside()
+        engine, machine = asked.result()
     try:
         plan = _plan(request, facts, machine, engine, beside)
     except DoesNotFit:
@@ -140,13 +145,25 @@ def _print(lines: Iterable[str], *, err: bool = False) -> None:
         typer.echo(line, err=err)
 
 
+def _engine_and_machine(request: PlanRequest) -> tuple[EngineBinary | None, Machine]:
+    engine = _engine(request)
+    return engine, _machine(request, engine)
+
+
 def _engine(request: PlanRequest) -> EngineBinary | None:
     """The engine whose flags the command line is made for; none is needed for a described machine."""
     try:
-        return find_engine(request.engine)
+        return find_engine(request.engine, flag_table=_flag_table())
     except EngineUnusable:
         if request.vram is None:
             raise
+        return None
+
+
+def _flag_table() -> FlagTable | None:
+    try:
+        return FlagTable(cache_dir() / "engine-flags.json")
+    except RuntimeError:
         return None
 
 

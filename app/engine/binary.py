@@ -10,10 +10,12 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.engine.environment import child_environment
+from app.engine.flag_table import Flags, FlagTable
 from app.engine.probe import ProbeResult, run_probe
 from app.errors import EngineUnusable
 from app.hardware import CPU_FEATURES, cpu_features
@@ -69,25 +71,27 @@ class EngineBinary:
         return candidate.run("--list-devices", timeout_seconds=_DEVICES_SECONDS).stdout
 
 
-def find_engine(setting: str) -> EngineBinary:
+def find_engine(setting: str, *, flag_table: FlagTable | None = None) -> EngineBinary:
     """The engine for ``engine.binary``: ``auto``, ``embedded``, or a path; raises EngineUnusable with the cure.
 
-    Runs the candidates, so it takes a second and may block: call it from a thread.
+    Runs the candidates, so it takes a second and may block: call it from a thread. ``flag_table`` saves the question
+    for the flags of an engine that was asked before.
     """
+    table = flag_table
     if setting == "embedded":
-        return _embedded("the configuration asks for it")
+        return _embedded("the configuration asks for it", table)
     if setting != "auto":
-        return _native(_resolve(setting), "the configuration names it")
+        return _native(_resolve(setting), "the configuration names it", table)
     found = shutil.which("llama-server")
     if found is None:
-        return _embedded("there is no llama-server on PATH")
+        return _embedded("there is no llama-server on PATH", table)
     try:
-        return _native(Path(found).absolute(), "it is the llama-server on PATH")
+        return _native(Path(found).absolute(), "it is the llama-server on PATH", table)
     except _Broken as error:
         if not _has_embedded():
             raise
         _log.warning("llama-server on PATH is not used: %s", error.message)
-        return _embedded(error.reason)
+        return _embedded(error.reason, table)
 
 
 def no_engine() -> EngineBinary:
@@ -139,30 +143,42 @@ def _has_embedded() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
-def _native(path: Path, why: str) -> EngineBinary:
+def _embedded_files() -> list[Path]:
+    """What the embedded engine is made of; empty where it is not installed."""
+    found = importlib.util.find_spec("xllamacpp")
+    if found is None or found.origin is None:
+        return []
+    # Beside it lies the library with the engine in it.
+    return sorted({Path(found.origin), *Path(found.origin).parent.glob("*.so")})
+
+
+def _native(path: Path, why: str, table: FlagTable | None) -> EngineBinary:
     candidate = _Candidate((str(path),), "native", path, str(path), _INSTEAD_OF_NATIVE)
-    return _probe(candidate, because=f"{path} is used, because {why}.")
+    return _probe(candidate, (path,), table, because=f"{path} is used, because {why}.")
 
 
-def _embedded(why: str) -> EngineBinary:
-    if not _has_embedded():
+def _embedded(why: str, table: FlagTable | None) -> EngineBinary:
+    files = _embedded_files()
+    if not files:
         raise _Broken(f"There is no engine: {why}, and the embedded engine is not installed", _INSTEAD_OF_NATIVE)
     # -P: nothing from the working directory is imported.
     command = (sys.executable, "-P", str(_EMBEDDED_SCRIPT))
     name = "the embedded engine (xllamacpp)"
     candidate = _Candidate(command, "embedded", _EMBEDDED_SCRIPT, name, _INSTEAD_OF_EMBEDDED)
-    return _probe(candidate, because=f"The embedded engine (xllamacpp) is used, because {why}.")
+    because = f"The embedded engine (xllamacpp) is used, because {why}."
+    return _probe(candidate, (_EMBEDDED_SCRIPT, *files), table, because=because)
 
 
-def _probe(candidate: _Candidate, *, because: str) -> EngineBinary:
+def _probe(candidate: _Candidate, program: Sequence[Path], table: FlagTable | None, *, because: str) -> EngineBinary:
     version = candidate.run("--version", timeout_seconds=_PROBE_SECONDS)
     text = version.stderr + "\n" + version.stdout
     named = _VERSION.search(text)
     if named is None:
         raise _Broken(f"{candidate.name} is not a llama-server: its --version prints no version", candidate.instead)
-    flags, valued = parse_help(candidate.run("--help", timeout_seconds=_PROBE_SECONDS).stdout)
-    if "--ctx-size" not in flags:
-        raise _Broken(f"{candidate.name} is not a llama-server: its --help lists no --ctx-size", candidate.instead)
+    known = table.find(program, named[1]) if table is not None else None
+    flags, valued = known or _asked_flags(candidate)
+    if table is not None and known is None:
+        table.keep(program, named[1], (flags, valued))
     build = _BUILD.search(text) or _OLD_BUILD.search(text)
     return EngineBinary(
         command=candidate.command,
@@ -176,7 +192,14 @@ def _probe(candidate: _Candidate, *, because: str) -> EngineBinary:
     )
 
 
-def parse_help(text: str) -> tuple[frozenset[str], frozenset[str]]:
+def _asked_flags(candidate: _Candidate) -> Flags:
+    flags, valued = parse_help(candidate.run("--help", timeout_seconds=_PROBE_SECONDS).stdout)
+    if "--ctx-size" not in flags:
+        raise _Broken(f"{candidate.name} is not a llama-server: its --help lists no --ctx-size", candidate.instead)
+    return flags, valued
+
+
+def parse_help(text: str) -> Flags:
     """The flags that a help text lists, and those among them that take a value; removed ones are left out."""
     flags: set[str] = set()
     valued: set[str] = set()

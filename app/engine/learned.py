@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, fields
 from hashlib import sha256
 from math import isfinite
@@ -15,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from app.engine.binary import EngineBinary
+from app.engine.kept_file import KeptFile
 from app.gguf import ModelFacts
 from app.hardware import Machine
 from app.memory import Correction
 from app.offload import Wish
 
-_log = logging.getLogger(__name__)
-
 _FORMAT = 1
 _MOST_ENTRIES = 256
-_MOST_FILE_BYTES = 1 << 20
 _HASH_LENGTH = 16
 _MAY_BE_NULL = frozenset({"mmproj_bytes", "draft_bytes"})
 
@@ -37,46 +31,28 @@ class LearnedCorrections:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._file = KeptFile(
+            path,
+            section="corrections",
+            version=_FORMAT,
+            most_entries=_MOST_ENTRIES,
+            instead="the next start asks the engine again",
+            level=logging.WARNING,
+        )
 
     def find(self, key: str) -> Correction:
         """What is known under ``key``, else no correction."""
-        entry = self._entries().get(key)
+        entry = self._file.entries().get(key)
         return _correction(entry) if isinstance(entry, dict) else Correction()
 
     def keep(self, key: str, correction: Correction, *, model: str) -> None:
         """Remember ``correction`` as the newest; the oldest beyond 256 are forgotten."""
-        entries = self._entries()
+        entries = self._file.entries()
         before = entries.pop(key, None)
         if not correction.is_none:
             entries[key] = {"model": model, "differs": correction.describe(), **asdict(correction)}
         if entries.get(key) != before:
-            self._write(dict(list(entries.items())[-_MOST_ENTRIES:]))
-
-    def _entries(self) -> dict[str, Any]:
-        try:
-            with self._path.open("rb") as file:
-                document = json.loads(file.read(_MOST_FILE_BYTES))
-        except (OSError, ValueError):
-            return {}
-        entries = document.get("corrections") if isinstance(document, dict) else None
-        return entries if isinstance(entries, dict) and document.get("format") == _FORMAT else {}
-
-    def _write(self, entries: Mapping[str, Any]) -> None:
-        text = json.dumps({"format": _FORMAT, "corrections": entries}, indent=1) + "\n"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=self._path.name, dir=self._path.parent)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    file.write(text)
-                Path(name).replace(self._path)
-            except OSError:
-                with suppress(OSError):
-                    Path(name).unlink()
-                raise
-        except OSError as error:
-            _log.warning("Cannot write %s (%s); the next start asks the engine again.", self._path, error.strerror)
+            self._file.write(entries)
 
 
 def learned_key(
