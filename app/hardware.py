@@ -52,7 +52,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """An accelerator's memory as its driver sees it, whoever uses it."""
+    """An accelerator's memory as its driver sees it, whoever uses it; no two on a machine have the same name."""
 
     name: str
     total_bytes: int
@@ -119,7 +119,7 @@ def with_driver_memory(devices: Sequence[Device], drivers: Iterable[DeviceMemory
 def _same_device(device: Device, driver: DeviceMemory) -> bool:
     alike = abs(device.total_bytes - driver.total_bytes) <= _SAME_SIZE * driver.total_bytes
     # amdgpu's name is a PCI address, which says nothing about the model.
-    return alike and (driver.name in device.description or driver.name.startswith("amdgpu"))
+    return alike and (driver.name.partition(nvidia.AT)[0] in device.description or driver.name.startswith("amdgpu"))
 
 
 def process_device_memory() -> dict[int, dict[str, int]]:

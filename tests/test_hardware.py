@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from app.hardware import (
     with_driver_memory,
 )
 
+_TWO_CARDS = Path(__file__).with_name("two_cards.c")
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -88,12 +91,33 @@ def test_the_native_engine_lists_what_we_read(tmp_path: Path) -> None:
 
 def test_each_driver_reading_is_used_once_and_only_lowers() -> None:
     twins = tuple(Device(f"CUDA{i}", "NVIDIA GeForce RTX 3060", 12036 * MIB, 11000 * MIB) for i in range(2))
+    names = (*(f"NVIDIA GeForce RTX 3060 @ 0000:0{number}:00.0" for number in (1, 2)), "NVIDIA GeForce RTX 4090")
     readings = [
-        DeviceMemory("NVIDIA GeForce RTX 3060", 12288 * MIB, 2288 * MIB, 10000 * MIB),
-        DeviceMemory("NVIDIA GeForce RTX 3060", 12288 * MIB, 88 * MIB, 12200 * MIB),
-        DeviceMemory("NVIDIA GeForce RTX 4090", 24564 * MIB, 0, 1 * MIB),
+        DeviceMemory(names[0], 12288 * MIB, 2288 * MIB, 10000 * MIB),
+        DeviceMemory(names[1], 12288 * MIB, 88 * MIB, 12200 * MIB),
+        DeviceMemory(names[2], 24564 * MIB, 0, 1 * MIB),
     ]
     assert [device.free_bytes // MIB for device in with_driver_memory(twins, readings)] == [10000, 11000]
+
+
+def test_equal_cards_have_names_of_their_own(tmp_path: Path) -> None:
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, _TWO_CARDS], check=True)
+    program = "from app.hardware import *; print([*device_memory()], process_device_memory())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = ("Twin Card @ 0000:01:00.0", "Twin Card @ 0000:02:00.0", "Other Card")
+    cards = [
+        DeviceMemory(name, 8192 * MIB, 100 * number * MIB, (8192 - 100 * number) * MIB)
+        for number, name in enumerate(names, start=1)
+    ]
+    held = {7: dict(zip(names, (3 * MIB, 13 * MIB, 3 * MIB), strict=True))}
+    assert done.stdout.rstrip() == f"{cards} {held}"
 
 
 def test_this_machine_can_be_probed() -> None:

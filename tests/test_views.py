@@ -100,7 +100,7 @@ def test_a_device_without_a_model_is_shown_too(demo_model: Path) -> None:
 
 def test_two_equal_cards_are_two_places(demo_model: Path) -> None:
     devices = [Device(f"CUDA{number}", "NVIDIA Test", 8 << 30, 7 << 30) for number in range(2)]
-    drivers = [DeviceMemory("NVIDIA Test", 8 << 30, used << 30, (8 - used) << 30) for used in (1, 3)]
+    drivers = [DeviceMemory(f"NVIDIA Test @ {used}", 8 << 30, used << 30, (8 - used) << 30) for used in (1, 3)]
     places = mapped([Resident("a", plan_on(demo_model, devices=devices), MeasuredMemory(), 0)], drivers)
     assert list(places) == ["CUDA0", "CUDA1", RAM]
 
