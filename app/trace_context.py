@@ -1,4 +1,4 @@
-"""The W3C trace context of a request: taken from its head, passed on to remote servers, kept in its record."""
+"""The W3C trace context of a request: taken from its head, passed on, kept in its record."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def continued(parent: str, state: str, *, with_span: bool) -> TraceContext | Non
     if found is None:
         return None
     trace_id, parent_id, flags = (int(part, 16) for part in found.groups())
-    kept = state if len(state) <= _LONGEST_STATE and state.isprintable() else ""
+    kept = state if len(state) <= _LONGEST_STATE and state.isascii() and state.isprintable() else ""
     span_id = _new_span_id() if with_span else parent_id
     return TraceContext(trace_id, span_id, parent_id, bool(flags & _SAMPLED), kept)
 

@@ -152,7 +152,7 @@ class Engine:
         if path != "/calls":
             self.calls[path] += 1
         if self.switches.log_headers:
-            log(f"{call} came with {' '.join(sorted(headers))}")
+            log(f"{call} came with {json.dumps(headers)}")
         self._refuse_while_loading(path)
         if path not in ("/health", "/v1/health", "/calls"):
             self._refuse_stranger(headers)

@@ -59,7 +59,7 @@ class Switches:
         Mapping[str, Any], ...
     ] = ()  # these deltas in place of the words; calls among them are the finish_reason
     content: str = ""  # the text of every chunk in place of the words
-    log_headers: bool = False  # the names of each request's headers are written to the log
+    log_headers: bool = False  # each request's headers are written to the log, as JSON
     audio: bool = False  # the model hears: /props says so
     close_after_response: bool = False  # closes the connection although it promised keep-alive
     keep_alive_seconds: float = 5.0  # idle connections are closed after this, as cpp-httplib does

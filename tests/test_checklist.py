@@ -162,28 +162,36 @@ _OTHERS_HEADERS = {
     "te": "trailers",
     "x-anything": "else",
 }
+_OWN_HEADERS = {
+    *("accept", "accept-encoding", "authorization", "content-length", "content-type", "host", "user-agent"),
+}
 
 
 @lines(42, 117)
 def test_no_header_of_a_client_reaches_the_engine(demo_model: Path, tmp_path: Path) -> None:
-    config = {"engine": {"binary": str(fake_binary(tmp_path))}, "models": {MODEL_ID: {"path": str(demo_model)}}}
     headers = {name: value for name, value in _OTHERS_HEADERS.items() if name != "x-api-key"}
-    (tmp_path / f"{MODEL_ID}.json").write_text('{"log_headers": true}')
-    with running_gateway(config, tmp_path, environment={"FAKE_SWITCHES": str(tmp_path)}) as running:
-        assert httpx.post(running.url + "/v1/chat/completions", json=HELLO, headers=headers).status_code == 200
+    [came] = _headers_at_the_engine(demo_model, tmp_path, headers)
+    assert came.keys() <= _OWN_HEADERS
+    assert "of-the-client" not in came["authorization"]
+
+
+def test_a_trace_reaches_the_engine_and_nothing_else_of_its_head(demo_model: Path, tmp_path: Path) -> None:
+    trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "vendor=1"}
+    with_trace, junk = _headers_at_the_engine(demo_model, tmp_path, trace, trace | {"traceparent": "00-junk-01"})
+    assert {name: with_trace.pop(name) for name in trace} == trace
+    assert with_trace.keys() == junk.keys() <= _OWN_HEADERS
+
+
+def _headers_at_the_engine(demo_model: Path, folder: Path, *heads: dict[str, str]) -> list[dict[str, str]]:
+    """What the engine is sent for a request with each of these heads."""
+    config = {"engine": {"binary": str(fake_binary(folder))}, "models": {MODEL_ID: {"path": str(demo_model)}}}
+    (folder / f"{MODEL_ID}.json").write_text('{"log_headers": true}')
+    with running_gateway(config, folder, environment={"FAKE_SWITCHES": str(folder)}) as running:
+        for head in heads:
+            assert httpx.post(running.url + "/v1/chat/completions", json=HELLO, headers=head).status_code == 200
         log = httpx.get(running.url + f"/admin/models/{MODEL_ID}/logs").json()["lines"]
-    [line] = [line for line in log if "POST /v1/chat/completions came" in line]
-    came = set(line.partition("with ")[2].split())
-    assert came <= {
-        "accept",
-        "accept-encoding",
-        "authorization",
-        "content-length",
-        "content-type",
-        "host",
-        "user-agent",
-    }
-    assert "of-the-client" not in line
+    came = (line.partition("POST /v1/chat/completions came with ")[2] for line in log)
+    return [orjson.loads(found) for found in came if found]
 
 
 @lines(108)

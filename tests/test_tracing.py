@@ -59,6 +59,13 @@ def test_without_a_span_of_ours_the_header_is_passed_on_as_it_came() -> None:
     assert context.headers() == {"traceparent": HEADER, "tracestate": "vendor=1"}
 
 
+@pytest.mark.parametrize("state", ["vendor=1\r\nx: y", "vendor=\xe9", "v=" + "x" * 511])
+def test_a_state_that_is_not_valid_is_left_out(state: str) -> None:
+    context = continued(HEADER, state, with_span=False)
+    assert context is not None
+    assert context.headers() == {"traceparent": HEADER}
+
+
 def test_with_a_span_of_ours_it_is_the_parent_of_what_follows() -> None:
     context = continued(f"cc-{TRACE}-{PARENT}-00-more", "x" * 600, with_span=True)
     assert context is not None

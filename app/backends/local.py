@@ -31,6 +31,7 @@ from app.errors import EngineGone, EngineUnusable, StorageError, UpstreamFailed
 from app.offload import OffloadPlan
 from app.protocol import Abilities
 from app.tokens import TokenCounter, learn_counter, read_vocabulary
+from app.trace_context import outgoing_headers
 
 _log = logging.getLogger(__name__)
 
@@ -244,12 +245,13 @@ class LocalBackend:
         """
         if self._session is None:
             raise EngineGone("The engine is not running; send the request again.")
+        url, trace = self._url(path), outgoing_headers()
         try:
-            return await self._session.post(self._url(path), data=body, allow_redirects=False)
+            return await self._session.post(url, data=body, headers=trace, allow_redirects=False)
         except aiohttp.ClientConnectionError:
             if self.process.state is not State.READY:
                 raise
-            return await self._session.post(self._url(path), data=body, allow_redirects=False)
+            return await self._session.post(url, data=body, headers=trace, allow_redirects=False)
 
     async def _ask(self, path: str, body: bytes | None = None) -> Any:
         """A small question outside the slots; raises _RouteMissingError for a route that this build lacks."""
