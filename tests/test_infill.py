@@ -21,19 +21,24 @@ CONTEXT_TOKENS = 512
 BATCH_TOKENS = 128
 MODEL_ID = "coder"
 MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+PROJECT_ID = "project-coder"
+PROJECT_MARKS = ("<reponame>", "<file_sep>")
 
 
 @pytest.fixture(scope="module")
 def coder(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """A gateway with a model whose vocabulary has the marks."""
+    """A gateway with a model whose vocabulary has the marks, and one that has those of whole projects too."""
     folder = tmp_path_factory.mktemp("coder")
     sizes: dict[str, Any] = {"layers": 2, "embedding": 64, "heads": 4, "kv_heads": 2, "head_length": 16}
     shape = dense(architecture="qwen3", feed_forward=128, vocabulary=512, context=1024, kind=uniform("F32"), **sizes)
-    path = write_random(folder / "coder.gguf", shape, specials=MARKS)
+    specials = {MODEL_ID: MARKS, PROJECT_ID: (*MARKS, *PROJECT_MARKS)}
+    paths = {model: write_random(folder / f"{model}.gguf", shape, specials=marks) for model, marks in specials.items()}
     config = {
         "engine": {"binary": engine},
         "memory": {"ram_reserve": "256MiB"},
-        "models": {MODEL_ID: {"path": str(path), "context": CONTEXT_TOKENS, "max_tokens": 8}},
+        "models": {
+            model: {"path": str(path), "context": CONTEXT_TOKENS, "max_tokens": 8} for model, path in paths.items()
+        },
     }
     with running_gateway(config, folder) as running:
         yield running
@@ -77,6 +82,40 @@ def test_row_1_the_head_of_the_prefix_counts(coder: GatewayProcess) -> None:
     assert one["content"] != other["content"]
 
 
+SNIPPETS = [{"filename": "f.py", "text": "xyz\n", "time": 5}, {"text": "uv"}]
+
+
+@pytest.mark.parametrize(
+    ("model", "others"),
+    [
+        # The project's mark and name, then each file's; the last is the one that is being written.
+        (PROJECT_ID, 1 + 2 + (1 + 5 + 4) + (1 + 1 + 2) + (1 + 2)),
+        (MODEL_ID, len("\n\n--- f.py ---\n\nxyz\n" + "\n\n---  ---\n\nuv" + "\n\n------\n\n")),
+    ],
+)
+def test_snippets_of_other_files_are_read_whole(coder: GatewayProcess, model: str, others: int) -> None:
+    fields: dict[str, Any] = {"model": model, "input_prefix": "abc", "input_suffix": "de", "n_predict": 4}
+    answer = post(coder, input_extra=SNIPPETS, temperature=0, **fields).json()
+    assert answer["tokens_evaluated"] == others + 3 + 5
+    changed = post(coder, input_extra=[{"filename": "f.py", "text": "qqq\n"}, SNIPPETS[1]], temperature=0, **fields)
+    assert changed.json()["content"] != answer["content"]
+    refused = post(coder, input_extra=[{"text": "a" * CONTEXT_TOKENS}], **fields)
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_an_editor_sends_ahead_is_read_and_answered_with_nothing(
+    coder: GatewayProcess, stream: bool
+) -> None:
+    ahead: dict[str, Any] = {"input_prefix": f"{stream}" + "a" * 100, "input_suffix": "b"}
+    answer = post(coder, **ahead, n_predict=0, stream=stream)
+    assert answer.status_code == 200, answer.text
+    last = orjson.loads(answer.text.split("\n\n")[-2].removeprefix("data: ")) if stream else answer.json()
+    assert (answer.status_code, last["content"]) == (200, "")
+    assert answer.text.count("content") == 1
+    assert post(coder, **ahead, n_predict=1).json()["tokens_cached"] > 100
+
+
 def test_a_model_without_marks_is_refused(gateway: GatewayProcess) -> None:
     answer = httpx.post(f"{gateway.url}/infill", json={"model": "smollm2", "input_prefix": "a"}, timeout=60)
     assert answer.status_code == 400
@@ -93,9 +132,13 @@ def parsed(**fields: object) -> InfillRequest:
         ("input_prefix", ""),
         ("input_prefix", 5),
         ("input_suffix", ["a"]),
-        ("input_extra", [{"text": "a"}]),
+        ("input_extra", {"text": "a"}),
+        ("input_extra", ["a"]),
+        ("input_extra", [{"filename": "a"}]),
+        ("input_extra", [{"text": "a", "filename": 5}]),
+        ("input_extra", [{"text": "a"}] * 129),
+        ("input_extra", [{"text": "a" * (1 << 19)}] * 3),
         ("n_predict", -1),
-        ("n_predict", 0),
         ("prompt", 5),
         ("input_suffix", "a" * ((1 << 20) + 1)),
     ],

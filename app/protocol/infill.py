@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -16,6 +16,7 @@ from app.protocol.sse import SSESplitter, event_data
 from app.protocol.usage import Usage
 
 _MAX_TEXT_BYTES = 1 << 20
+_MAX_SNIPPETS = 128
 
 MARKS: Sequence[tuple[str, str, str]] = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -27,14 +28,29 @@ MARKS: Sequence[tuple[str, str, str]] = (
     ("<PRE>", "<SUF>", "<MID>"),
 )
 """How models write what stands before prefix, suffix and middle (llama.cpp src/llama-vocab.cpp)."""
+PROJECT_MARKS: Sequence[str] = ("<|repo_name|>", "<|fim_repo|>", "<fim-repo>", "<REPO>", "<reponame>", "<repo_name>")
+FILE_MARKS: Sequence[str] = ("<|file_sep|>", "<file_sep>")
+"""How models that know several files write what stands before the names of the project and of each file."""
+
+
+class Snippet(NamedTuple):
+    """A piece of another file, which the middle may have to fit."""
+
+    file: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class InfillRequest:
-    """One parsed request; ``completion`` is what is asked of the engine once the tokens are known."""
+    """One parsed request; ``completion`` is what is asked of the engine once the tokens are known.
+
+    One that ``only_reads`` (``n_predict`` 0) wants the prompt in the cache and no text: editors send it ahead.
+    """
 
     prefix: str
     suffix: str
+    snippets: tuple[Snippet, ...]
+    only_reads: bool
     completion: CompletionRequest
 
     def with_tokens(self, tokens: list[int]) -> CompletionRequest:
@@ -44,31 +60,35 @@ class InfillRequest:
 
 def infill_request(document: Mapping[str, Any]) -> InfillRequest:
     """Check a body of ``/infill``; raises RequestError or InvalidValue."""
-    if document.get("input_extra"):
-        raise InvalidValue("'input_extra' is not supported; put it into 'input_prefix'.", param="input_extra")
     prefix, suffix = (_text(document, name) for name in ("input_prefix", "input_suffix"))
     if not prefix and not suffix:
         raise InvalidValue("'input_prefix' and 'input_suffix' are both empty.", param="input_prefix")
-    limit = integer(document, "n_predict", low=1, high=MAX_INTEGER)
-    names = {"prompt": "-", **({} if limit is None else {"max_tokens": limit})}
+    limit = integer(document, "n_predict", low=0, high=MAX_INTEGER)
+    # The engine writes one token at least.
+    names = {"prompt": "-", **({} if limit is None else {"max_tokens": max(1, limit)})}
     completion = completion_request({**document, **names, "n": None})
-    return InfillRequest(prefix + _text(document, "prompt"), suffix, completion)
+    return InfillRequest(prefix + _text(document, "prompt"), suffix, _snippets(document), limit == 0, completion)
 
 
-def ask_infill(request: CompletionRequest) -> Ask:
+def ask_infill(request: InfillRequest, tokens: list[int]) -> Ask:
     """The request whose answer goes out in llama-server's own words."""
-    return Ask(request, "infill", lambda _: InfillStream(), lambda _: InfillAnswer(request.model))
+    completion, is_silent = request.with_tokens(tokens), request.only_reads
+    return Ask(
+        completion, "infill", lambda _: InfillStream(is_silent), lambda _: InfillAnswer(completion.model, is_silent)
+    )
 
 
 class _Pieces:
-    """Reads the texts out of the engine's chunks, and why they ended."""
+    """Reads the texts out of the engine's chunks, unless nobody wants them, and why they ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_silent: bool) -> None:
         self._splitter = SSESplitter()
+        self._is_silent = is_silent
         self.is_cut = False
 
     def read(self, body: bytes) -> str:
-        return "".join(map(self._piece, self._splitter.feed(body)))
+        text = "".join(map(self._piece, self._splitter.feed(body)))
+        return "" if self._is_silent else text
 
     def _piece(self, event: bytes) -> str:
         data = event_data(event)
@@ -96,8 +116,8 @@ class _Pieces:
 class InfillStream:
     """llama-server's stream: texts, at last one with ``stop``, no ``[DONE]``."""
 
-    def __init__(self) -> None:
-        self._pieces = _Pieces()
+    def __init__(self, is_silent: bool = False) -> None:
+        self._pieces = _Pieces(is_silent)
 
     def feed(self, body: bytes) -> bytes:
         """The texts in ``body``."""
@@ -116,9 +136,9 @@ class InfillStream:
 class InfillAnswer:
     """llama-server's document."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, is_silent: bool = False) -> None:
         self._model = model
-        self._pieces = _Pieces()
+        self._pieces = _Pieces(is_silent)
         self._texts: list[str] = []
 
     def feed(self, body: bytes) -> None:
@@ -129,6 +149,24 @@ class InfillAnswer:
         """The whole answer as JSON."""
         content = {"content": "".join(self._texts), "model": self._model}
         return orjson.dumps(content | self._pieces.ending(usage))
+
+
+def _snippets(document: Mapping[str, Any]) -> tuple[Snippet, ...]:
+    entries = document.get("input_extra") or []
+    if not isinstance(entries, list) or len(entries) > _MAX_SNIPPETS:
+        raise InvalidValue(f"'input_extra' must be an array of at most {_MAX_SNIPPETS} snippets.", param="input_extra")
+    snippets = tuple(_snippet(entry) for entry in entries)
+    if sum(len(part.encode()) for snippet in snippets for part in snippet) > _MAX_TEXT_BYTES:
+        raise InvalidValue(f"'input_extra' must hold at most {_MAX_TEXT_BYTES} bytes of text.", param="input_extra")
+    return snippets
+
+
+def _snippet(entry: Any) -> Snippet:
+    text = entry.get("text") if isinstance(entry, dict) else None
+    file = entry.get("filename", "") if isinstance(entry, dict) else None
+    if not isinstance(text, str) or not isinstance(file, str):
+        raise InvalidValue("An entry of 'input_extra' is an object with 'text' and 'filename'.", param="input_extra")
+    return Snippet(file, text)
 
 
 def _text(document: Mapping[str, Any], name: str) -> str:

@@ -5,16 +5,21 @@ llama-server's own route keeps of a prefix and a suffix only what fits a batch, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from app.auth import ApiKey
 from app.backends import Backend
 from app.config import ModelConfig
 from app.errors import GatewayError, UnsupportedEndpoint, UpstreamFailed
 from app.protocol import InfillRequest, ask_infill, error_event
-from app.protocol.infill import MARKS
+from app.protocol.infill import FILE_MARKS, MARKS, PROJECT_MARKS, Snippet
 from app.proxy.generation import Generation
 from app.proxy.outlet import Headers, Outlet
 from app.proxy.parts import Parts
 from app.proxy.preferences import Preferences
+
+# Clients tell neither the project's name nor that of the file that is being written.
+_NO_NAME = "-\n"
 
 
 class Filling:
@@ -36,7 +41,7 @@ class Filling:
             tokens = await self._tokens(backend)
         self._generation = Generation(
             self._parts,
-            ask_infill(self._request.with_tokens(tokens)),
+            ask_infill(self._request, tokens),
             model=self._model,
             key=self._key,
             preferences=self._preferences,
@@ -64,19 +69,40 @@ class Filling:
         """Prefix and suffix between the model's marks, as llama.cpp orders them; raises UnsupportedEndpoint."""
         before, between, after = await self._marks(backend)
         opening = await _tokenize(backend, "", add_special=True)
+        others = await _others(backend, self._request.snippets) if self._request.snippets else []
         prefix = await _tokenize(backend, self._request.prefix)
         suffix = await _tokenize(backend, self._request.suffix)
-        return [*opening[:1], before, *prefix, between, *suffix, after]
+        return [*opening[:1], *others, before, *prefix, between, *suffix, after]
 
     async def _marks(self, backend: Backend) -> tuple[int, int, int]:
         for names in MARKS:
-            marks = [await _tokenize(backend, name, parse_special=True) for name in names]
-            if all(len(mark) == 1 for mark in marks):
-                (before,), (between,), (after,) = marks
+            before, between, after = [await _mark(backend, (name,)) for name in names]
+            if before is not None and between is not None and after is not None:
                 return before, between, after
         raise UnsupportedEndpoint(
             f"The model {self._model.id!r} was not trained to fill in the middle; choose one for code.", param="model"
         )
+
+
+async def _others(backend: Backend, snippets: Sequence[Snippet]) -> list[int]:
+    """Snippets of other files, as the model was shown whole projects (arXiv:2409.12186), else each under a rule."""
+    project, file = await _mark(backend, PROJECT_MARKS), await _mark(backend, FILE_MARKS)
+    if file is None:
+        texts = (f"\n\n--- {snippet.file} ---\n\n{snippet.text}" for snippet in snippets)
+        return await _tokenize(backend, "".join(texts) + "\n\n------\n\n")
+    tokens = [] if project is None else [project, *await _tokenize(backend, _NO_NAME)]
+    for snippet in snippets:
+        tokens += [file, *await _tokenize(backend, f"{snippet.file}\n{snippet.text}")]
+    return [*tokens, file, *await _tokenize(backend, _NO_NAME)]
+
+
+async def _mark(backend: Backend, names: Sequence[str]) -> int | None:
+    """The token of the first of these that the model knows as one."""
+    for name in names:
+        tokens = await _tokenize(backend, name, parse_special=True)
+        if len(tokens) == 1:
+            return tokens[0]
+    return None
 
 
 async def _tokenize(

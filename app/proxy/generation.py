@@ -204,11 +204,17 @@ class Generation:
         async for chunk in reply.chunks():
             if (body := self._feed(chunk)) and (body := rendering.feed(body)):
                 if self._account.first_byte is None:
-                    self._account.first_byte = time.monotonic()
-                    await outlet.begin(self._stream_headers())
+                    await self._begin(outlet)
                 await outlet.write(body)
         self._require_complete()
+        if self._account.first_byte is None:
+            # An answer without a word, of which only the end is written.
+            await self._begin(outlet)
         await outlet.write(rendering.end(self._meter.usage or Usage()), more=False)
+
+    async def _begin(self, outlet: Outlet) -> None:
+        self._account.first_byte = time.monotonic()
+        await outlet.begin(self._stream_headers())
 
     async def _aggregate(self, reply: Reply, outlet: Outlet, answer: Answer) -> None:
         async for chunk in reply.chunks():
