@@ -85,6 +85,7 @@ class Completion:
         self._started = time.monotonic()
         self._common = {"created": int(time.time()), "id": f"chatcmpl-{secrets.token_hex(16)}", "model": alias}
         self._common |= {"system_fingerprint": "b11669-fake", "object": "chat.completion.chunk"}
+        self.id = str(self._common["id"])
         words = (switches.content,) if switches.content else WORDS
         self._deltas = [dict(delta) for delta in switches.tool_deltas] or [{"content": word} for word in words]
         self._events = [self._event(delta) for delta in self._deltas]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import hashlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from fake_completion import Completion, Refusal, encode, render, tokenize
@@ -47,6 +49,7 @@ class Connection(asyncio.Protocol):
         self._idle: asyncio.TimerHandle | None = None
         self._flowing = asyncio.Event()
         self._flowing.set()
+        self._digest: hashlib._Hash | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -107,6 +110,7 @@ class Connection(asyncio.Protocol):
             self._next_request()
 
     def start_stream(self) -> None:
+        self._digest = hashlib.sha256() if self.engine.switches.digests else None
         self.transport.write(STREAM_HEAD % (CLOSE if self.closes else KEEP).encode())
 
     def reply(self, status: int, document: object) -> None:
@@ -120,6 +124,8 @@ class Connection(asyncio.Protocol):
 
     async def send(self, content: bytes) -> None:
         """One HTTP chunk, or many small ones; waits while the client does not read."""
+        if self._digest is not None:
+            self._digest.update(content)
         size = self.engine.switches.segment_bytes or len(content)
         for start in range(0, len(content), size):
             piece = content[start : start + size]
@@ -127,6 +133,12 @@ class Connection(asyncio.Protocol):
             if size < len(content):
                 await asyncio.sleep(0)
         await self._flowing.wait()
+
+    def record_stream(self, identity: str) -> None:
+        """For whoever compares what arrives with what was sent."""
+        if self._digest is not None:
+            with Path(self.engine.switches.digests).open("a") as file:
+                file.write(f"{identity} {self._digest.hexdigest()}\n")
 
 
 class Engine:
@@ -235,6 +247,7 @@ class Engine:
             return completion.document()
         await connection.send(completion.end())
         await connection.send(b"data: [DONE]\n\n")
+        connection.record_stream(completion.id)
         connection.transport.write(b"0\r\n\r\n")
         return None
 

@@ -59,6 +59,7 @@ class Switches:
         Mapping[str, Any], ...
     ] = ()  # these deltas in place of the words; calls among them are the finish_reason
     content: str = ""  # the text of every chunk in place of the words
+    digests: str = ""  # a file that gets "ID SHA256" of the bytes of each stream that ended as it should
     log_headers: bool = False  # each request's headers are written to the log, as JSON
     audio: bool = False  # the model hears: /props says so
     close_after_response: bool = False  # closes the connection although it promised keep-alive

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 
 class BadAnswer(Exception):
@@ -133,12 +133,20 @@ class Client(asyncio.Protocol):
             self._answer.set_exception(ConnectionError("closed before the end of the answer"))
 
 
+AnyClient = TypeVar("AnyClient", bound=Client)
+
+
 async def connect(address: int | str, meter: Meter) -> Client:
     """A loopback port, or the path of a Unix socket."""
+    return await connected(Client(meter), address)
+
+
+async def connected(client: AnyClient, address: int | str) -> AnyClient:
+    """The same for a client of any kind."""
     loop = asyncio.get_running_loop()
     if isinstance(address, int):
-        return (await loop.create_connection(lambda: Client(meter), "127.0.0.1", address))[1]
-    return (await loop.create_unix_connection(lambda: Client(meter), address))[1]
+        return (await loop.create_connection(lambda: client, "127.0.0.1", address))[1]
+    return (await loop.create_unix_connection(lambda: client, address))[1]
 
 
 def render_request(body: Mapping[str, object], headers: Mapping[str, str]) -> bytes:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class CannotRun(Exception):
@@ -60,12 +57,12 @@ def free_port() -> int:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time of these processes, without their children (proc(5), fields 14 and 15 of stat)."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS_PER_SECOND
+    """User and system time of these processes, ended threads included and children not.
+
+    To the nanosecond, by the CPU-time clock of another process (clock_getcpuclockid(3); the kernel's ABI makes its
+    number of the pid), where /proc counts ticks of 10 ms.
+    """
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
 
 
 def resident_bytes(pids: Iterable[int]) -> int:

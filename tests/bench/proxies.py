@@ -21,6 +21,7 @@ from .processes import CannotRun, children, free_port, running, wait_until
 FAKE_ENGINE = Path(__file__).resolve().parents[1] / "fake_engine.py"
 MODEL = "demo"
 KEY = "bench-key-that-opens-nothing"
+SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,18 @@ class Setting:
     engine: Path | None = None  # the native llama-server whose router is measured
     model: Path | None = None  # a GGUF file, whose header router and gateway read; the fake engine never does
     gateway_command: str = ""
+    litellm: Path | None = None  # the program `litellm` of an environment of its own
+    digests: Path | None = None  # where the fake engine writes "ID SHA256" of each stream
 
     def environment(self) -> dict[str, str]:
         """For the fake engine and everybody who starts it: without LLAMA_*, with the switches."""
-        switches = {
+        switches: dict[str, object] = {
             "chunks": 10**9,
             "chunk_interval_seconds": 1 / self.rate,
             "spread_phases": True,
             "nctx": self.context,
+            "slots": self.streams,  # also more than a real engine may be given
+            "digests": str(self.digests or ""),
         }
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_", "LD_"))}
         return clean | {"FAKE_ENGINE": json.dumps(switches)}
@@ -62,6 +67,7 @@ class Target:
     proxy_pids: tuple[int, ...] = ()
     engine_pids: tuple[int, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
+    rewrites: bool = False  # makes events of its own from those of the engine
 
 
 def answers(port: int, *, path: str = "/health", headers: Mapping[str, str] | None = None, body: str = "") -> bool:
@@ -122,7 +128,7 @@ http {{
 
 @contextlib.contextmanager
 def run_nginx(setting: Setting) -> Iterator[Target]:
-    binary = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+    binary = shutil.which("nginx", path=SYSTEM_PATH)
     if binary is None:
         raise CannotRun("nginx is not installed: apt-get install nginx-light.")
     port = free_port()
@@ -133,6 +139,60 @@ def run_nginx(setting: Setting) -> Iterator[Target]:
     with run_engine(setting, host=str(setting.folder / "engine.sock")) as engine, running(argv, log=log) as nginx:
         wait_until(lambda: answers(port), nginx, what="nginx", log=log, seconds=10)
         yield Target(port, proxy_pids=(nginx.pid, *children(nginx.pid)), engine_pids=(engine.pid,))
+
+
+HAPROXY = """
+global
+  maxconn 4096
+  nbthread 1
+defaults
+  mode http
+  timeout connect 5s
+  timeout client 1h
+  timeout server 1h
+  option http-no-delay
+frontend clients
+  bind 127.0.0.1:{port}
+  default_backend engine
+backend engine
+  http-reuse always
+  retry-on conn-failure empty-response
+  server engine unix@{folder}/engine.sock pool-purge-delay 3s
+"""
+
+
+@contextlib.contextmanager
+def run_haproxy(setting: Setting) -> Iterator[Target]:
+    binary = shutil.which("haproxy", path=SYSTEM_PATH)
+    if binary is None:
+        raise CannotRun("HAProxy is not installed: apt-get install haproxy.")
+    port, configuration, log = free_port(), setting.folder / "haproxy.cfg", setting.folder / "haproxy.log"
+    configuration.write_text(HAPROXY.format(folder=setting.folder, port=port))
+    argv = [binary, "-db", "-f", str(configuration)]
+    with run_engine(setting, host=str(setting.folder / "engine.sock")) as engine, running(argv, log=log) as haproxy:
+        wait_until(lambda: answers(port), haproxy, what="HAProxy", log=log, seconds=10)
+        yield Target(port, proxy_pids=(haproxy.pid, *children(haproxy.pid)), engine_pids=(engine.pid,))
+
+
+@contextlib.contextmanager
+def run_litellm(setting: Setting) -> Iterator[Target]:
+    """One worker, no database, nothing looked up on the network."""
+    if setting.litellm is None:
+        raise CannotRun("LiteLLM needs --litellm (the program of an environment with litellm[proxy]).")
+    engine_port, port = free_port(), free_port()
+    configuration, log = setting.folder / "litellm.yaml", setting.folder / "litellm.log"
+    model = {"model": f"openai/{MODEL}", "api_base": f"http://127.0.0.1:{engine_port}/v1", "api_key": "none"}
+    configuration.write_text(json.dumps({"model_list": [{"model_name": MODEL, "litellm_params": model}]}))
+    argv = [str(setting.litellm), "--config", str(configuration), "--host", "127.0.0.1", "--port", str(port)]
+    # It refuses to start without a key, or with one that is short.
+    key = "sk-" + hashlib.sha256(KEY.encode()).hexdigest()
+    env = {**setting.environment(), "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}
+    headers = {"Authorization": f"Bearer {key}"}
+    with run_engine(setting, host="127.0.0.1", port=engine_port) as engine, running(argv, log=log, env=env) as proxy:
+        target = Target(port, (proxy.pid,), (engine.pid,), headers, rewrites=True)
+        wait_until(lambda: answers(port, path="/health/liveliness"), proxy, what="LiteLLM", log=log, seconds=120)
+        wait_until(lambda: completes(target), proxy, what="The model behind LiteLLM", log=log, seconds=30)
+        yield target
 
 
 @contextlib.contextmanager
@@ -202,8 +262,8 @@ def gateway_key() -> dict[str, object]:
 
 
 def gateway_configuration(setting: Setting, port: int) -> dict[str, object]:
-    """JSON is YAML, too."""
-    model = {"path": str(setting.model), "context": setting.context, "parallel": setting.streams}
+    """JSON is YAML, too. The model has one slot in the plan, and as many as the fake engine says it has."""
+    model = {"path": str(setting.model), "context": setting.context}
     return {
         "server": {"host": "127.0.0.1", "port": port, "drain_seconds": 1},
         "engine": {"binary": str(setting.fake_engine())},
@@ -216,8 +276,10 @@ def gateway_configuration(setting: Setting, port: int) -> dict[str, object]:
 PARTICIPANTS: dict[str, Callable[[Setting], contextlib.AbstractContextManager[Target]]] = {
     "direct": run_direct,
     "nginx": run_nginx,
+    "haproxy": run_haproxy,
     "router": run_router,
     "gateway": run_gateway,
+    "litellm": run_litellm,
 }
 
 

@@ -31,13 +31,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=2000, help="small requests without streaming, 8 at a time")
     parser.add_argument("--bursts", type=int, default=10, help="times that all streams start at once")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each participant; the table shows medians")
-    parser.add_argument("--only", default=",".join(PARTICIPANTS), help="participants, with commas between")
+    parser.add_argument("--only", help="participants, with commas between; all, but LiteLLM only with --litellm")
     parser.add_argument("--engine", type=Path, default=environ("GATEWAY_TEST_ENGINE"), help="native llama-server")
     parser.add_argument("--model", type=Path, default=environ("GATEWAY_TEST_MODEL"), help="a GGUF file")
+    parser.add_argument("--litellm", type=Path, default=environ("GATEWAY_TEST_LITELLM"), help="the program litellm")
     command = f"{sys.executable} -m app serve --config {{config}}"
     parser.add_argument("--gateway-command", default=command, help="with {config} where the file's path goes")
     parser.add_argument("--json", action="store_true", help="print all figures instead of the table")
     arguments = parser.parse_args(argv)
+    if arguments.only is None:
+        arguments.only = ",".join(name for name in PARTICIPANTS if name != "litellm" or arguments.litellm)
     unknown = set(arguments.only.split(",")) - set(PARTICIPANTS)
     if unknown:
         parser.error(f"--only knows {', '.join(PARTICIPANTS)}, not {', '.join(sorted(unknown))}")
@@ -55,6 +58,8 @@ def make_setting(arguments: argparse.Namespace, folder: Path) -> Setting:
         engine=arguments.engine and arguments.engine.resolve(),
         model=arguments.model and arguments.model.resolve(),
         gateway_command=arguments.gateway_command,
+        # Not resolved: the program of an environment may be a link.
+        litellm=arguments.litellm and arguments.litellm.absolute(),
     )
 
 
@@ -75,6 +80,8 @@ def generate_load(target: Target, arguments: argparse.Namespace) -> Result:
         "headers": dict(target.headers),
         "proxy_pids": target.proxy_pids,
         "engine_pids": target.engine_pids,
+        "rewrites": target.rewrites,
+        "idle_seconds": getattr(arguments, "idle_seconds", 0.0),
     }
     argv = [sys.executable, "-m", "tests.bench.load", json.dumps(load)]
     limit = 60 + arguments.seconds * 2 + arguments.bursts * 5 + arguments.requests / 20
@@ -156,6 +163,20 @@ def render_table(summary: Mapping[str, Result], arguments: argparse.Namespace) -
     return f"{table}\n\n{note} In brackets: the time itself, nothing taken off."
 
 
+def render_ratios(summary: Mapping[str, Result]) -> str:
+    """CPU of the gateway over that of each other participant that lies between."""
+    own = summary.get("gateway")
+    others = {name: row for name, row in summary.items() if name not in ("gateway", "direct")}
+    if own is None or not others:
+        return ""
+    lines = []
+    for what in ("event", "request"):
+        key = f"cpu_seconds_per_{what}"
+        ratios = (f"{name} {own[key] / row[key]:.2f}" for name, row in others.items())
+        lines.append(f"CPU of the gateway per {'chunk' if what == 'event' else what} / that of: {', '.join(ratios)}")
+    return "\n".join(["", "", *lines])
+
+
 def main(argv: Sequence[str]) -> int:
     """0 when every participant asked for was measured."""
     arguments = parse_arguments(argv)
@@ -171,7 +192,11 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{name}: {reason}", file=sys.stderr, flush=True)
     summary = summarise({name: runs for name, runs in results.items() if runs})
     if summary:
-        print(json.dumps(summary, indent=1) if arguments.json else render_table(summary, arguments))
+        print(
+            json.dumps(summary, indent=1)
+            if arguments.json
+            else render_table(summary, arguments) + render_ratios(summary)
+        )
     return int(missing)
 
 
