@@ -11,6 +11,7 @@ import pytest
 
 from app.cli.model_store import demo_model as fetch_demo_model
 from tests.gateway import GatewayProcess, running_gateway
+from tests.written_config import Write
 
 CONTEXT_TOKENS = 1024
 MODEL_ID = "smollm2"
@@ -23,6 +24,20 @@ def _native_engine() -> Path | None:
     if named:
         return Path(named)
     return _INSTALLED_ENGINE if _INSTALLED_ENGINE.exists() else None
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a configuration beside two model files, a.gguf and b.gguf."""
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+
+    def write_config(text: str) -> Path:
+        file = tmp_path / "config.yaml"
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write_config
 
 
 @pytest.fixture(scope="session")

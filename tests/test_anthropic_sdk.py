@@ -21,25 +21,6 @@ QUESTION: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
 GREEDY = {"temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def gateway(one_engine: str, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """What is translated is the same on every engine: one is enough."""
-    config = {
-        "engine": {"binary": one_engine},
-        "memory": {"ram_reserve": "256MiB"},
-        "models": {
-            MODEL_ID: {
-                "path": str(demo_model),
-                "aliases": ["gpt-4o-mini"],
-                "context": CONTEXT_TOKENS,
-                "parallel": 2,
-            }
-        },
-    }
-    with running_gateway(config, tmp_path_factory.mktemp("messages")) as running:
-        yield running
-
-
 @pytest.fixture
 def client(gateway: GatewayProcess) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60) as client:

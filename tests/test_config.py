@@ -26,32 +26,10 @@ from app.config import (
 from app.config.remote import OF_A_REMOTE, OF_OUR_ENGINES
 from app.engine.flags import check_extra_args
 from app.errors import ConfigError, ModelNotFound
+from tests.written_config import Write, refusal_of
 
 EXAMPLE = Path(__file__).parent.parent / "config.example.yaml"
 HASH = "sha256:" + "0" * 64
-
-Write = Callable[[str], Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a configuration beside two model files, a.gguf and b.gguf."""
-    for name in ("a.gguf", "b.gguf"):
-        (tmp_path / name).touch()
-
-    def write_config(text: str) -> Path:
-        file = tmp_path / "config.yaml"
-        file.write_text(text, encoding="utf-8")
-        return file
-
-    return write_config
-
-
-def _refusal(file: Path) -> str:
-    with pytest.raises(ConfigError) as refusal:
-        load_settings(file)
-    return refusal.value.message
-
 
 # The example
 
@@ -139,7 +117,7 @@ def test_of_every_key_it_is_known_what_models_it_is_for() -> None:
 def test_what_does_not_belong_to_a_model(write: Write, key: str) -> None:
     text, line, problem = _MISPLACED[key]
     file = write(text)
-    said = _refusal(file)
+    said = refusal_of(file)
     assert f"{file}:{line}: models.m.{key}: " in said
     assert problem in said
 
@@ -168,21 +146,21 @@ def test_a_misspelt_key_is_named_with_its_place_and_the_one_meant(
     write: Write, text: str, line: int, key: str, meant: str
 ) -> None:
     file = write(text)
-    assert f"{file}:{line}: {key}: this key is unknown; did you mean {meant!r}?" in _refusal(file)
+    assert f"{file}:{line}: {key}: this key is unknown; did you mean {meant!r}?" in refusal_of(file)
 
 
 def test_a_key_like_no_other_gets_the_list(write: Write) -> None:
-    refusal = _refusal(write("memory: {zzzz: 1}"))
+    refusal = refusal_of(write("memory: {zzzz: 1}"))
     assert "known here: vram_reserve, ram_reserve, ram_limit" in refusal
 
 
 @pytest.mark.parametrize("key", ["_env_file", "_cli_parse_args", "_secrets_dir", "__pydantic_self__", "model_config"])
 def test_names_of_the_machinery_are_unknown_keys_too(write: Write, key: str) -> None:
-    assert key in _refusal(write(f"{key}: x\n"))
+    assert key in refusal_of(write(f"{key}: x\n"))
 
 
 def test_all_problems_are_told_at_once(write: Write) -> None:
-    refusal = _refusal(write("server: {prot: 1}\nmemory: {ram: 1}\n"))
+    refusal = refusal_of(write("server: {prot: 1}\nmemory: {ram: 1}\n"))
     assert len(refusal.splitlines()) == 2
 
 
@@ -238,7 +216,7 @@ _WRONG = {
 @pytest.mark.parametrize(("text", "key"), _WRONG.values(), ids=_WRONG)
 def test_a_wrong_value_is_refused_with_its_place(write: Write, text: str, key: str) -> None:
     file = write(text)
-    assert f"{file}:1: {key}: " in _refusal(file)
+    assert f"{file}:1: {key}: " in refusal_of(file)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +285,7 @@ def test_a_default_model_may_be_named_by_its_alias(write: Write) -> None:
     text = "models: {m: {path: a.gguf, aliases: [x]}}\ndefault_model: x\n"
     assert ModelCatalog(load_settings(write(text))).default_model == "m"
     file = write("models: {m: {path: a.gguf}}\ndefault_model: y\n")
-    assert f"{file}:2: default_model: there is no model 'y'" in _refusal(file)
+    assert f"{file}:2: default_model: there is no model 'y'" in refusal_of(file)
 
 
 def test_a_flag_that_is_not_allowed_has_its_place(write: Write) -> None:
@@ -321,7 +299,7 @@ def test_a_flag_that_is_not_allowed_has_its_place(write: Write) -> None:
 @pytest.mark.parametrize("folder", ["a.gguf/state", "n" * 300 + "/state"])
 def test_a_state_folder_that_cannot_be_written(write: Write, folder: str) -> None:
     file = write(f"models: {{m: {{path: a.gguf}}}}\nstate_dir: {folder}\n")
-    assert f"{file}:2: state_dir: " in _refusal(file)
+    assert f"{file}:2: state_dir: " in refusal_of(file)
 
 
 # Names
@@ -329,25 +307,25 @@ def test_a_state_folder_that_cannot_be_written(write: Write, folder: str) -> Non
 
 def test_two_models_with_one_alias(write: Write) -> None:
     text = "models:\n  a: {path: a.gguf, aliases: [x]}\n  b:\n    path: b.gguf\n    aliases: [x]\n"
-    assert "config.yaml:5: models.b.aliases: the alias 'x' already names 'a'" in _refusal(write(text))
+    assert "config.yaml:5: models.b.aliases: the alias 'x' already names 'a'" in refusal_of(write(text))
 
 
 @pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
 def test_an_alias_that_is_another_models_name(write: Write, order: tuple[str, str]) -> None:
     entries = {"a": "{path: a.gguf, aliases: [b]}", "b": "{path: b.gguf}"}
     text = "models:\n" + "".join(f"  {name}: {entries[name]}\n" for name in order)
-    assert "models.a.aliases: the alias 'b' already names 'b'" in _refusal(write(text))
+    assert "models.a.aliases: the alias 'b' already names 'b'" in refusal_of(write(text))
 
 
 def test_a_key_for_an_unknown_model(write: Write) -> None:
     text = f"models: {{m: {{path: a.gguf}}}}\nkeys:\n  - name: eve\n    hash: {HASH}\n    models: [m, other]\n"
-    refusal = _refusal(write(text))
+    refusal = refusal_of(write(text))
     assert "config.yaml:5: keys[0].models: the key 'eve' names the model 'other'" in refusal
 
 
 def test_a_key_name_given_twice(write: Write) -> None:
     text = f"keys:\n  - {{name: a, hash: '{HASH}'}}\n  - {{name: a, hash: '{HASH}'}}\n"
-    assert "config.yaml:3: keys[1].name: the key name 'a' is given twice" in _refusal(write(text))
+    assert "config.yaml:3: keys[1].name: the key name 'a' is given twice" in refusal_of(write(text))
 
 
 def test_names_and_aliases_resolve(write: Write) -> None:
@@ -365,7 +343,7 @@ def test_names_and_aliases_resolve(write: Write) -> None:
 @pytest.mark.parametrize("path", ["missing.gguf", "~nobody-has-this-name/m.gguf", "n" * 5000 + ".gguf"])
 def test_a_missing_model_file(write: Write, path: str) -> None:
     file = write(f"models:\n  m:\n    path: {path}\n")
-    assert f"{file}:3: models.m.path: " in _refusal(file)
+    assert f"{file}:3: models.m.path: " in refusal_of(file)
 
 
 def test_relative_paths_start_at_the_folder_of_the_file(
@@ -408,7 +386,7 @@ def test_a_projector_is_looked_for_beside_the_configuration(write: Write, tmp_pa
     loaded = load_settings(write("models: {m: {path: a.gguf, mmproj: b.gguf}}"))
     assert loaded.models["m"].mmproj == tmp_path / "b.gguf"
     assert next(iter(ModelCatalog(loaded))).mmproj == tmp_path / "b.gguf"
-    assert "models.m.mmproj: there is no file" in _refusal(write("models: {m: {path: a.gguf, mmproj: c}}"))
+    assert "models.m.mmproj: there is no file" in refusal_of(write("models: {m: {path: a.gguf, mmproj: c}}"))
 
 
 def test_the_address_of_the_command_line_wins() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -12,30 +11,9 @@ from hypothesis import strategies as st
 
 from app.config import ServerConfig, load_settings
 from app.errors import ConfigError
+from tests.written_config import Write, refusal_of
 
 EXAMPLE = Path(__file__).parent.parent / "config.example.yaml"
-
-Write = Callable[[str], Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes a configuration beside a model file, a.gguf."""
-    (tmp_path / "a.gguf").touch()
-
-    def write_config(text: str) -> Path:
-        file = tmp_path / "config.yaml"
-        file.write_text(text, encoding="utf-8")
-        return file
-
-    return write_config
-
-
-def _refusal(file: Path) -> str:
-    with pytest.raises(ConfigError) as refusal:
-        load_settings(file)
-    return refusal.value.message
-
 
 _NOT_YAML = {
     "tab": ("server:\n\tport: 1\n", ":2: "),
@@ -55,12 +33,12 @@ _NOT_YAML = {
 @pytest.mark.parametrize(("text", "place"), _NOT_YAML.values(), ids=_NOT_YAML)
 def test_what_is_not_yaml_names_the_file_and_the_line(write: Write, text: str, place: str) -> None:
     file = write(text)
-    assert f"{file}{place}" in _refusal(file)
+    assert f"{file}{place}" in refusal_of(file)
 
 
 @pytest.mark.parametrize("path", [r"C:\models\m.gguf", r"C:\Users\me\m.gguf", r"D:\x\m.gguf"])
 def test_a_windows_path_in_double_quotes_gets_the_cure(write: Write, path: str) -> None:
-    assert "write Windows paths in single quotes" in _refusal(write(f'models: {{m: {{path: "{path}"}}}}\n'))
+    assert "write Windows paths in single quotes" in refusal_of(write(f'models: {{m: {{path: "{path}"}}}}\n'))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +52,7 @@ def test_a_windows_path_in_double_quotes_gets_the_cure(write: Write, path: str) 
 )
 def test_a_key_given_twice(write: Write, text: str, place: str) -> None:
     file = write(text)
-    assert f"{file}{place}: this key is given twice." in _refusal(file)
+    assert f"{file}{place}: this key is given twice." in refusal_of(file)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "\ufeff"])
@@ -84,18 +62,18 @@ def test_an_empty_file_is_all_defaults(write: Write, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["- a\n", "word\n", "7\n"])
 def test_something_else_than_a_mapping(write: Write, text: str) -> None:
-    assert "must be a mapping of sections" in _refusal(write(text))
+    assert "must be a mapping of sections" in refusal_of(write(text))
 
 
 def test_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes("server: {host: möhre}".encode("latin-1"))
-    assert "is not UTF-8" in _refusal(file)
+    assert "is not UTF-8" in refusal_of(file)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "cannot be read (No such file" in _refusal(tmp_path / "absent.yaml")
-    assert "cannot be read (Is a directory" in _refusal(tmp_path)
+    assert "cannot be read (No such file" in refusal_of(tmp_path / "absent.yaml")
+    assert "cannot be read (Is a directory" in refusal_of(tmp_path)
 
 
 # References to the environment
@@ -112,7 +90,7 @@ def test_a_reference_is_replaced(write: Write, monkeypatch: pytest.MonkeyPatch) 
 def test_a_missing_reference_names_its_place(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TEST_ABSENT", raising=False)
     file = write("server:\n  host: ${env:TEST_ABSENT}\n")
-    assert f"{file}:2: server.host: the environment has no variable TEST_ABSENT; set it" in _refusal(file)
+    assert f"{file}:2: server.host: the environment has no variable TEST_ABSENT; set it" in refusal_of(file)
 
 
 # Anything at all

@@ -10,6 +10,7 @@ import orjson
 
 from app.errors import InvalidValue
 from app.protocol.abilities import Abilities
+from app.protocol.call import Call
 from app.protocol.chat import ChatRequest, chat_request
 from app.protocol.fields import boolean, model_name
 from app.protocol.prompts import Prompt, prompts_of
@@ -19,17 +20,8 @@ _MAX_TEXT_BYTES = 1 << 20
 _MAX_TOKENS = 1 << 18
 
 
-class Inspection(Protocol):
-    """``route`` is the engine's and the name in the metrics; ``prompts`` may hold tokens that have to exist."""
-
-    @property
-    def route(self) -> str: ...
-
-    @property
-    def field(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
+class Inspection(Call, Protocol):
+    """``route`` is the name in the metrics too; ``prompts`` may hold tokens that have to exist."""
 
     @property
     def prompts(self) -> Sequence[Prompt]: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from app.protocol.call import Call
 from app.protocol.prompts import Prompt
 
 
@@ -20,24 +21,14 @@ class Part(NamedTuple):
         return int(self.document["usage"]["prompt_tokens"])
 
 
-class Question(Protocol):
+class Question(Call, Protocol):
     """Texts that are each computed for themselves, so that they may go to the engine a few at a time.
 
-    ``endpoint`` is its name in the metrics, ``route`` that of the engine, ``field`` what the client calls the inputs;
-    ``beside`` is what goes with each of them.
+    ``endpoint`` is its name in the metrics; ``beside`` is what goes with each of the inputs.
     """
 
     @property
     def endpoint(self) -> str: ...
-
-    @property
-    def route(self) -> str: ...
-
-    @property
-    def field(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
 
     @property
     def inputs(self) -> Sequence[Prompt]: ...
