@@ -14,6 +14,8 @@ from app.cli import commands
 from app.cli.program import COMMANDS, command_of
 
 _SERVER = {"aiohttp", "asyncio", "fastapi", "httpx", "prometheus_client", "starlette", "uvicorn", "xllamacpp"}
+# What a gateway loads when the first request, model or person needs it: it stays in memory from then on.
+_SELDOM = {"httpx", "imagesize", "jinja2", "jsonschema_rs", "pygments", "pynvml", "redis", "rich", "tiktoken"}
 _SETTINGS = {"pydantic", "pydantic_settings", "yaml"}
 
 # Arguments → what they must not import.
@@ -23,6 +25,7 @@ _LIGHT = {
     "version": (["version"], _SERVER | _SETTINGS | {"rich", "psutil"}),
     "doctor": (["doctor"], _SERVER | _SETTINGS | {"rich"}),
     "help": (["--help"], _SERVER | _SETTINGS | {"psutil"}),
+    "serve": (["serve", "--model", "model.gguf"], _SELDOM),
     "check-config": (["check-config", "config.yaml"], _SERVER - {"asyncio"}),
 }
 

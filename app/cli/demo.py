@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import orjson
 import psutil
 from rich.console import Console
@@ -28,7 +28,8 @@ from app.protocol import SSESplitter, Timings, event_data
 
 _MODEL_ID = "smollm2"
 _DEFAULT_PORT = 8080
-_LOAD_SECONDS = 300.0
+# Its first word waits for the model; an answer may take as long as it goes on.
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=300.0)
 _MIB = 1 << 20
 
 
@@ -89,7 +90,7 @@ class Demo:
 
     async def _show(self, gateway: Gateway, url: str, serving: asyncio.Task[None], server: Server) -> None:
         await _first(server.started_event.wait(), serving)
-        async with httpx.AsyncClient(base_url=url, timeout=_LOAD_SECONDS, trust_env=False) as client:
+        async with aiohttp.ClientSession(url, timeout=_TIMEOUT) as client:
             async with self._spinner("loading the model"):
                 backend = await gateway.supervisor.ready(gateway.catalog.resolve(_MODEL_ID))
             assert isinstance(backend, LocalBackend)
@@ -99,7 +100,7 @@ class Demo:
             timings = await _first(self._ask(client), serving)
             self._summarise(timings, backend.process.resident_bytes(), url)
 
-    async def _ask(self, client: httpx.AsyncClient) -> Timings:
+    async def _ask(self, client: aiohttp.ClientSession) -> Timings:
         """Stream one answer to the terminal; raises DemoFailed with what the gateway said."""
         body = {
             "model": _MODEL_ID,
@@ -110,10 +111,10 @@ class Demo:
         }
         timings: Timings | None = None
         splitter = SSESplitter()
-        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                raise DemoFailed(f"The gateway answered {response.status_code}: {(await response.aread()).decode()}")
-            async for chunk in response.aiter_bytes():
+        async with client.post("/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                raise DemoFailed(f"The gateway answered {response.status}: {await response.text()}")
+            async for chunk in response.content.iter_any():
                 for event in splitter.feed(chunk):
                     timings = self._print_event(event_data(event)) or timings
         self._out.print()

@@ -7,8 +7,7 @@ import binascii
 import re
 from dataclasses import dataclass
 from io import BytesIO
-
-import imagesize
+from pkgutil import resolve_name
 
 from app.errors import InvalidValue
 
@@ -54,7 +53,8 @@ def data_url(content: bytes, media_type: str) -> str:
 
 def _size(content: bytes) -> tuple[int, int]:
     try:
-        width, height = imagesize.get(BytesIO(content))
+        # Loaded with the first picture, and the parser of XML with it.
+        width, height = resolve_name("imagesize:get")(BytesIO(content))
     except Exception:
         # A header that lies: the library reads on where there is nothing.
         return -1, -1

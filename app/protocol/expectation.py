@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
-import jsonschema_rs
 import orjson
 
 from app.errors import InvalidValue
@@ -90,7 +90,9 @@ def _compiled(schema: Mapping[str, Any]) -> Validator:
     if len(orjson.dumps(schema)) > _MAX_SCHEMA_BYTES:
         raise InvalidValue(f"'{where}' is over {_MAX_SCHEMA_BYTES} bytes.", param=where)
     try:
-        validator: Validator = jsonschema_rs.validator_for(dict(schema), retriever=_refuse_to_fetch)
+        # Loaded with the first schema: it is 4 MB that most gateways never need.
+        compiler = resolve_name("jsonschema_rs:validator_for")
+        validator: Validator = compiler(dict(schema), retriever=_refuse_to_fetch)
     except ValueError as error:
         reason = str(error).partition("\n")[0][:200]
         raise InvalidValue(f"'{where}' is not a valid JSON schema: {reason}.", param=where) from None

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import orjson
-import tiktoken
 
 from app.errors import ModelFileError
 from app.gguf import read_header
@@ -91,7 +91,8 @@ def by_vocabulary(path: Path) -> Estimator:
             f"{path} has no byte-level BPE vocabulary, so it cannot estimate prompts; leave out 'tokenizer'."
         )
     pattern = _PATTERNS.get(str(metadata.get("tokenizer.ggml.pre")), _PATTERNS["llama-bpe"])
-    encoding = tiktoken.Encoding(
+    # Loaded for the first server that cannot count: it is of no use to anybody else.
+    encoding = resolve_name("tiktoken:Encoding")(
         path.stem, pat_str=pattern, mergeable_ranks=_ranks([str(merge) for merge in merges]), special_tokens={}
     )
     return Estimator(lambda text: len(encoding.encode_ordinary(text)), margin=0.02)

@@ -6,11 +6,10 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
-
-import jinja2
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from app import __version__
 from app.proxy import Phase, Progress
@@ -20,6 +19,9 @@ from app.views.observer import ModelView, Sample
 from app.views.plot import Plot, plot
 from app.views.scene import Audience
 from app.views.snippets import snippets
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -62,14 +64,20 @@ class Page:
     """Renders; the templates are read once."""
 
     def __init__(self) -> None:
-        self._environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
+        self.assets = {file.name: file.read_bytes() for file in sorted((_FOLDER / "assets").iterdir())}
+        self._hashes = {name: hashlib.sha256(data).hexdigest()[:12] for name, data in self.assets.items()}
+
+    @cached_property
+    def _environment(self) -> Environment:
+        # Loaded when somebody looks: nobody may.
+        environment: Environment = resolve_name("jinja2:Environment")(
+            loader=resolve_name("jinja2:FileSystemLoader")(_FOLDER / "templates"),
             autoescape=True,
-            undefined=jinja2.StrictUndefined,
+            undefined=resolve_name("jinja2:StrictUndefined"),
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._environment.filters |= {
+        environment.filters |= {
             "size": size,
             "size_or_none": lambda size_bytes: "" if size_bytes is None else size(size_bytes),
             "figure": figure,
@@ -77,15 +85,14 @@ class Page:
             "iso": lambda at: datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds"),
             "clock": lambda at: datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S"),
         }
-        self._environment.globals |= {
+        environment.globals |= {
             "pieces": pieces,
             "rows": rows,
             "slots_of": _slots,
             "state_words": STATE_WORDS,
             "event_words": EVENT_WORDS,
         }
-        self.assets = {file.name: file.read_bytes() for file in sorted((_FOLDER / "assets").iterdir())}
-        self._hashes = {name: hashlib.sha256(data).hexdigest()[:12] for name, data in self.assets.items()}
+        return environment
 
     def frame(self, *, base_url: str, has_keys: bool, model: str, speaks_anthropic: bool) -> str:
         """The page without anything in it that needs a key."""
