@@ -26,6 +26,16 @@ def _native_engine() -> Path | None:
     return _INSTALLED_ENGINE if _INSTALLED_ENGINE.exists() else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is about the gateway alone meets the second engine in the long run only."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("any_engine") is not None:
+            on = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+            if on == "embedded":
+                item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Writes a configuration beside two model files, a.gguf and b.gguf."""

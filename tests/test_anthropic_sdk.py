@@ -17,6 +17,8 @@ from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 from tests.messages_events import folded
 
+pytestmark = pytest.mark.any_engine
+
 QUESTION: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
 GREEDY = {"temperature": 0}
 

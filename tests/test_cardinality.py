@@ -15,6 +15,8 @@ from app.main import create_app
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
+pytestmark = pytest.mark.any_engine
+
 
 async def ask(app: Any, *, model: str, key: str, **fields: Any) -> int:
     """One request without a socket; the status."""
@@ -54,7 +56,7 @@ def series(running: InProcess) -> int:
     return sum(not line.startswith(b"#") for line in running.gateway.metrics.expose().splitlines())
 
 
-@pytest.mark.parametrize("requests", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("requests", [1000, pytest.param(10_000, marks=pytest.mark.long)])
 async def test_random_users_and_model_names_leave_the_number_of_series_unchanged(
     engine: str, demo_model: Path, tmp_path: Path, requests: int
 ) -> None:

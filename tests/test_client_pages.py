@@ -20,6 +20,8 @@ from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 from tests.langchain_standard import CANNOT
 
+pytestmark = pytest.mark.any_engine
+
 _ROOT = FOLDER.parents[1]
 _PAGE = "openai.md"
 

@@ -24,7 +24,7 @@ _CONTEXT = 256
 _WORDS = ("river", "北京", "🌍", "{'a': 1}", "def f(x):", "<|im_end|>", "naïve", "zzzzqqq", "\n\n", "0123456789", "<s>")
 _KEYS = {name: new_key() for name in ("alice", "bob")}
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.any_engine]
 
 
 @pytest.fixture(scope="module")

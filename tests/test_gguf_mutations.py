@@ -103,6 +103,7 @@ def survives(original: Original, mutations: list[Mutation]) -> None:
 
 
 _FEW = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+_MORE = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 _MANY = settings(max_examples=10000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -114,7 +115,16 @@ def test_four_hundred_mutations(originals: list[Original], which: int, mutations
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("which", [0, 1], ids=["demo", "hybrid"])
+@_MORE
+@given(mutations=st.lists(_MUTATION, min_size=1, max_size=4))
+def test_four_thousand_mutations(originals: list[Original], which: int, mutations: list[Mutation]) -> None:
+    survives(originals[which], mutations)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("which", [0, 1], ids=["demo", "hybrid"])
 @_MANY
 @given(mutations=st.lists(_MUTATION, min_size=1, max_size=4))

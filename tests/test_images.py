@@ -28,6 +28,8 @@ from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 from tests.gguf_writer import write
 
+pytestmark = pytest.mark.any_engine
+
 SMALL = projector_shapes.siglip(blocks=2, width=256, feed_forward=512, text_width=576, image=224)
 
 

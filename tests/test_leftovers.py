@@ -77,17 +77,16 @@ def gone_within_a_second(pids: list[int]) -> None:
 
 MOMENTS = ["start", "idle", "load", "stream", "drain"]
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
-# The likeliest to go wrong are always run, each of the fifteen twice in the long run.
-_ALWAYS = {(signal.SIGKILL, moment) for moment in ("load", "stream", "drain")} | {(signal.SIGTERM, "load")}
-_CASES = [pytest.param(*case, 1, id=f"{case[0].name}-{case[1]}") for case in sorted(_ALWAYS)] + [
-    pytest.param(number, moment, 2, id=f"{number.name}-{moment}-twice", marks=pytest.mark.slow)
+# The likeliest to go wrong is always run, each of the fifteen among the slow tests, and twice in the long run.
+_CASES = [
+    pytest.param(number, moment, rounds, id=f"{number.name}-{moment}-{rounds}", marks=marks)
     for number in SIGNALS
     for moment in MOMENTS
-]
+    for rounds, marks in ((1, pytest.mark.slow), (2, pytest.mark.long))
+] + [pytest.param(signal.SIGKILL, "stream", 1, id="SIGKILL-stream")]
 
 
 @pytest.mark.parametrize(("number", "moment", "rounds"), _CASES)
-@pytest.mark.slow
 def test_nothing_outlives_the_gateway(
     demo_model: Path, tmp_path: Path, number: signal.Signals, moment: str, rounds: int
 ) -> None:

@@ -155,8 +155,13 @@ async def test_a_gateway_that_stood_still_itself_blames_nobody(fake: EngineBinar
         assert fleet.starts() == ["a"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["load", "idle", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("prefill", marks=pytest.mark.slow),
+        *(pytest.param(moment, marks=pytest.mark.long) for moment in ("load", "idle", "decode")),
+    ],
+)
 async def test_with_the_real_numbers_it_takes_at_most_ninety_seconds(
     fake: EngineBinary, demo_model: Path, moment: str
 ) -> None:

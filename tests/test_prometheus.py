@@ -21,6 +21,8 @@ from app.credential import new_key
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway, wait_until
 
+pytestmark = pytest.mark.any_engine
+
 DEPLOY = Path(__file__).parent.parent / "deploy"
 RULES = DEPLOY / "prometheus"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "llama-gateway.json"

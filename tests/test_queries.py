@@ -19,6 +19,8 @@ from tests.inprocess import InProcess, gateway_in_process
 from tests.random_model import write_random
 from tests.shapes import dense, uniform
 
+pytestmark = pytest.mark.any_engine
+
 CONTEXT_TOKENS = 512
 BUDGET_TOKENS = 100_000
 # One token for each letter, some seconds of work even for a tiny model.

@@ -235,7 +235,7 @@ def test_killed_at_any_moment_nothing_is_lost(tmp_path: Path) -> None:
     _kill_at_random(tmp_path / "quota.db", limit=60_000, times=30, seed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_killed_a_thousand_times_nothing_is_lost(tmp_path: Path) -> None:
     for run in range(10):

@@ -28,6 +28,8 @@ from tests.fleet import fake_engine_binary, fleet_of
 from tests.gateway import running_gateway
 from tests.remote_server import KEY, EngineElsewhere, Plain, engine_elsewhere, fake_elsewhere, plain_server
 
+pytestmark = pytest.mark.any_engine
+
 SHORT_CONTEXT = 256
 BODY = {"model": "far", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 PATIENT = RemoteRules()

@@ -19,6 +19,8 @@ from app.request_record import RequestRecord
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
+pytestmark = pytest.mark.any_engine
+
 CANARY = "xylophone"
 HELLO = {"model": MODEL_ID, "messages": [{"role": "user", "content": f"Say {CANARY}."}], "max_tokens": 6}
 

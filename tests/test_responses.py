@@ -15,6 +15,8 @@ from tests.checklist import lines
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess
 
+pytestmark = pytest.mark.any_engine
+
 QUESTION = "Why is the sky blue?"
 TOOL = {
     "type": "function",

@@ -17,6 +17,8 @@ from app.events import EventKind
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
+pytestmark = pytest.mark.any_engine
+
 _RUNS_SECONDS, _RESTS_SECONDS = 0.02, 0.08
 # Long enough that no answer fits between two stops, on a fast machine either.
 _ANSWER_TOKENS = 100

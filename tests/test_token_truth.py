@@ -18,6 +18,8 @@ import pytest
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
+pytestmark = pytest.mark.any_engine
+
 _CLIENTS = 4
 _UNSEEN_TOKENS = 4
 _WORDS = ("red", "green", "blue", "a longer prompt of quite a few words", "what is the capital of France?")

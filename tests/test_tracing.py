@@ -27,6 +27,8 @@ from tests.conftest import MODEL_ID
 from tests.inprocess import gateway_in_process
 from tests.remote_server import Plain, plain_server
 
+pytestmark = pytest.mark.any_engine
+
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADER = f"00-{TRACE}-{PARENT}-01"
 CANARY = "xylophone"
