@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
+from pydantic import BaseModel
 
 from app.credential import new_key
 from tests.checklist import lines
@@ -85,6 +88,19 @@ def test_two_streamed_choices_have_one_usage_chunk_at_the_end(client: openai.Ope
     )
     assert [index for index, chunk in enumerate(chunks) if chunk.usage] == [len(chunks) - 1]
     assert chunks[-1].usage.completion_tokens == 16
+
+
+class _Verdict(BaseModel):
+    is_blue: bool
+
+
+def test_a_structured_answer(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL_ID, "messages": QUESTION, "max_tokens": 60, "temperature": 0}
+    whole = client.chat.completions.parse(response_format=_Verdict, **asked)
+    with client.chat.completions.stream(response_format=_Verdict, **asked) as stream:
+        streamed = stream.until_done().get_final_completion()
+    for completion in (whole, streamed):
+        assert completion.choices[0].message.parsed.is_blue in (True, False)
 
 
 async def test_async_chat_and_stream(async_client: openai.AsyncOpenAI) -> None:
