@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from app.quota.limits import Amounts, Limits, Window
@@ -95,43 +95,41 @@ class Ledger:
     """Everything happens on one thread; ``reserve`` decides and takes at once, so that nothing is granted twice."""
 
     def __init__(self) -> None:
-        self._series: dict[tuple[str, Window], _Series] = {}
+        # Of each key all windows, by their labels.
+        self._series: dict[str, dict[str, _Series]] = {}
         self._open: Counter[str] = Counter()
         self._changed: set[Row] = set()
         self._numbers = itertools.count()
 
     def reserve(self, key: str, limits: Limits, asked: Amounts, *, now: float) -> Ticket:
         """Take ``asked`` or nothing; raises RateLimited or BudgetSpent."""
-        if limits.concurrent is not None and self._open[key] >= limits.concurrent:
-            raise too_many_open(key, limits.concurrent)
-        for window in Window:
-            limit = limits.of(window)
-            # What cannot be told beforehand still needs something that is left.
-            wanted = max(1, asked.of(window))
-            if limit is not None and (excess := self._of(key, window, now).excess(limit, wanted, now)):
-                raise excess.error(key)
+        if limits.is_any:
+            self._refuse_excess(key, limits, asked, now)
         return self.take(key, limits, asked, now=now)
 
     def take(self, key: str, limits: Limits, asked: Amounts, *, now: float) -> Ticket:
         """Take ``asked`` whatever the limits say: somebody else has decided."""
         self._open[key] += 1
-        for window in Window:
-            self._add(key, window, window.bucket(now), asked.of(window))
+        for series in self._of(key):
+            self._add(key, series, series.window.bucket(now), asked.of(series.window))
         standing = self.standing(key, limits, now=now) if limits.is_any else ()
         return Ticket(str(next(self._numbers)), key, asked, now, standing)
 
     def settle(self, ticket: Ticket, actual: Amounts, *, now: float) -> None:
         """Put what was really used in the place of what was reserved; once per ticket."""
         self._open[ticket.key] -= 1
-        for window in Window:
+        for series in self._of(ticket.key):
+            window = series.window
             bucket = window.bucket(ticket.taken_at)
-            self._of(ticket.key, window, now)
+            series.forget(now)
             if window.leaves_at(bucket) > now:
-                self._add(ticket.key, window, bucket, actual.of(window) - ticket.asked.of(window))
+                self._add(ticket.key, series, bucket, actual.of(window) - ticket.asked.of(window))
 
     def standing(self, key: str, limits: Limits, *, now: float) -> tuple[Standing, ...]:
         """How the key stands in every window, limited or not."""
-        series = [self._of(key, window, now) for window in Window]
+        series = self._of(key)
+        for one in series:
+            one.forget(now)
         return tuple(Standing(one.window, limits.of(one.window), one.total, one.resets_in(now)) for one in series)
 
     def open_requests(self, key: str) -> int:
@@ -151,29 +149,44 @@ class Ledger:
     def everything(self) -> dict[Row, int]:
         """All that is known, for a store that has lost it."""
         return {
-            (key, window.label, bucket): amount
-            for (key, window), series in self._series.items()
+            (key, label, bucket): amount
+            for key, windows in self._series.items()
+            for label, series in windows.items()
             for bucket, amount in series.buckets.items()
         }
 
     def load(self, rows: Mapping[Row, int]) -> None:
         """Begin with what an earlier process has kept."""
         for key, label, bucket in sorted(rows):
-            window = _WINDOWS.get(label)
-            if window is not None:
-                series = self._series.setdefault((key, window), _Series(window))
-                series.add(bucket, rows[key, label, bucket])
+            if label in _WINDOWS:
+                self._windows(key)[label].add(bucket, rows[key, label, bucket])
 
-    def _of(self, key: str, window: Window, now: float) -> _Series:
-        series = self._series.setdefault((key, window), _Series(window))
-        series.forget(now)
-        return series
+    def _refuse_excess(self, key: str, limits: Limits, asked: Amounts, now: float) -> None:
+        if limits.concurrent is not None and self._open[key] >= limits.concurrent:
+            raise too_many_open(key, limits.concurrent)
+        for series in self._of(key):
+            limit = limits.of(series.window)
+            if limit is None:
+                continue
+            series.forget(now)
+            # What cannot be told beforehand still needs something that is left.
+            if excess := series.excess(limit, max(1, asked.of(series.window)), now):
+                raise excess.error(key)
 
-    def _add(self, key: str, window: Window, bucket: int, amount: int) -> None:
+    def _windows(self, key: str) -> dict[str, _Series]:
+        windows = self._series.get(key)
+        if windows is None:
+            windows = self._series[key] = {label: _Series(window) for label, window in _WINDOWS.items()}
+        return windows
+
+    def _of(self, key: str) -> Collection[_Series]:
+        return self._windows(key).values()
+
+    def _add(self, key: str, series: _Series, bucket: int, amount: int) -> None:
         if amount:
-            self._series.setdefault((key, window), _Series(window)).add(bucket, amount)
-            self._changed.add((key, window.label, bucket))
+            series.add(bucket, amount)
+            self._changed.add((key, series.window.label, bucket))
 
     def _content(self, row: Row) -> int:
         key, label, bucket = row
-        return self._series[key, _WINDOWS[label]].buckets.get(bucket, 0)
+        return self._series[key][label].buckets.get(bucket, 0)

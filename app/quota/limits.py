@@ -60,12 +60,15 @@ class Limits:
     @property
     def is_any(self) -> bool:
         """Whether anything is limited."""
-        return self.concurrent is not None or any(self.of(window) is not None for window in Window)
+        return self != _NO_LIMITS
 
     @property
     def counts_tokens(self) -> bool:
         """Whether a token more or less matters, so that prompts are to be counted exactly."""
         return self.tokens_per_minute is not None or self.tokens_per_day is not None
+
+
+_NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,14 @@ def prefix_chain(messages: Sequence[Mapping[str, Any]], *, head: bytes = b"") ->
 @dataclass(slots=True)
 class _Slot:
     chain: tuple[Link, ...] = ()
+    end: bytes = b""
     used_at: float = 0.0
     is_busy: bool = False
+
+    def take(self, chain: Sequence[Link], now: float) -> None:
+        """A request with this conversation goes there."""
+        self.chain, self.used_at, self.is_busy = tuple(chain), now, True
+        self.end = self.chain[-1].digest if self.chain else b""
 
     def common_bytes(self, chain: Sequence[Link]) -> int:
         common = 0
@@ -67,7 +73,11 @@ class SlotAffinity:
 
     def choose(self, chain: Sequence[Link], *, free: Collection[int], now: float) -> int:
         """The slot among ``free`` to send it to; of equals the one not used for longest."""
-        return max(free, key=lambda number: (self._slots[number].value(chain, now), -self._slots[number].used_at))
+        slots, end = self._slots, chain[-1].digest if chain else b""
+        # All of the conversation and nothing else: no slot can be worth more.
+        if same := [number for number in free if slots[number].end == end]:
+            return min(same, key=lambda number: slots[number].used_at)
+        return max(free, key=lambda number: (slots[number].value(chain, now), -slots[number].used_at))
 
     @contextmanager
     def slot(self, chain: Sequence[Link], *, now: float) -> Iterator[int | None]:
@@ -78,7 +88,7 @@ class SlotAffinity:
             return
         number = self.choose(chain, free=free, now=now)
         slot = self._slots[number]
-        slot.chain, slot.used_at, slot.is_busy = tuple(chain), now, True
+        slot.take(chain, now)
         try:
             yield number
         finally:
@@ -99,6 +109,8 @@ class Affinities:
         if slots < 2:
             yield None
             return
-        affinity = self._of.setdefault(engine, SlotAffinity(slots))
+        affinity = self._of.get(engine)
+        if affinity is None:
+            affinity = self._of[engine] = SlotAffinity(slots)
         with affinity.slot(prefix_chain(messages, head=head), now=time.monotonic()) as number:
             yield number
