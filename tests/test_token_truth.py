@@ -21,7 +21,6 @@ from tests.inprocess import InProcess, gateway_in_process
 pytestmark = pytest.mark.any_engine
 
 _CLIENTS = 4
-_UNSEEN_TOKENS = 4
 _WORDS = ("red", "green", "blue", "a longer prompt of quite a few words", "what is the capital of France?")
 
 
@@ -153,9 +152,8 @@ async def test_counters_equal_the_truth_and_survive_the_engine(
         await first.run()
         await until_idle(running)
         before, engine = counted(running), await engines_own(running)
-        assert (before["prompt"], before["cached_prompt"]) == (engine["prompt"], engine["cached_prompt"])
-        # Tokens on their way to somebody who left were generated, but nobody has seen them.
-        assert 0 <= engine["generation"] - before["generation"] <= _UNSEEN_TOKENS * len(first.ledger.seen)
+        # Those too that nobody has seen: on their way to somebody who left, or kept back by the engine.
+        assert before == engine
         with suppress(ProcessLookupError):
             os.killpg(running.backend.process.pid, signal.SIGKILL)
         second = Crowd(running, requests // 2)

@@ -67,9 +67,9 @@ STREAM = [*answer("Hello", " 北京🌍é", *DECOYS, "\n\n", " end"), usage_chun
 ERROR = _event({"error": {"code": 500, "message": "Compute error.", "type": "server_error"}})
 
 
-def progress(processed: int) -> bytes:
+def progress(processed: int, *, total: int = 900, cache: int = 0) -> bytes:
     """What the engine sends for each batch of the prompt when asked to."""
-    part = {"total": 900, "cache": 0, "processed": processed, "time_ms": 5}
+    part = {"total": total, "cache": cache, "processed": processed, "time_ms": 5}
     choice = {"finish_reason": None, "index": 0, "delta": {"role": "assistant", "content": None}}
     return _event({"choices": [choice], **_HEAD, "prompt_progress": part})
 
@@ -307,3 +307,38 @@ def test_usage_document_and_missing_numbers() -> None:
 @pytest.mark.parametrize("timings", [{}, {"prompt_ms": 0, "prompt_n": 5, "predicted_ms": 10, "predicted_n": 1}])
 def test_no_speed_where_nothing_was_measured(timings: dict[str, float]) -> None:
     assert Timings.read(timings) == Timings(None, None)
+
+
+def test_who_left_is_charged_what_the_engine_held() -> None:
+    meter = UsageMeter(keep_usage=False)
+    meter.feed(progress(31, total=31, cache=3))
+    for part in answer("one", "two")[:-1]:
+        meter.feed(part)
+    assert meter.generated_tokens == 2
+    # Prompt and four tokens, and the fifth, which was not yet read back in.
+    meter.left(35, prompt_tokens=40)
+    assert (meter.prompt_tokens, meter.cached_tokens, meter.generated_tokens) == (31, 3, 5)
+
+
+def test_who_left_in_the_prompt_pays_for_what_was_read() -> None:
+    meter = UsageMeter(keep_usage=False)
+    meter.feed(progress(128, total=500))
+    meter.left(256, prompt_tokens=500)
+    assert (meter.prompt_tokens, meter.generated_tokens) == (256, 0)
+
+
+def test_another_requests_last_word_is_not_believed() -> None:
+    meter = UsageMeter(keep_usage=False)
+    meter.feed(progress(31, total=31))
+    meter.feed(b"".join(answer("one", "two", "three")[:-1]))
+    meter.left(20, prompt_tokens=31)
+    assert (meter.prompt_tokens, meter.generated_tokens) == (31, 3)
+
+
+def test_who_left_before_a_word_is_charged_the_sum() -> None:
+    meter = UsageMeter(keep_usage=False)
+    meter.left(32, prompt_tokens=31)
+    assert (meter.prompt_tokens, meter.generated_tokens) == (31, 2)
+    bound = UsageMeter(keep_usage=False)
+    bound.left(32, prompt_tokens=90)
+    assert bound.prompt_tokens + bound.generated_tokens == 33

@@ -2,7 +2,8 @@
 
 from app.backends.base import Backend, Reply
 from app.backends.breaker import Circuit
+from app.backends.departure import Departure
 from app.backends.local import LocalBackend
 from app.backends.remote import RemoteBackend, RemoteRules
 
-__all__ = ["Backend", "Circuit", "LocalBackend", "RemoteBackend", "RemoteRules", "Reply"]
+__all__ = ["Backend", "Circuit", "Departure", "LocalBackend", "RemoteBackend", "RemoteRules", "Reply"]

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+from app.backends.departure import Departure
 from app.protocol import Abilities
 from app.tokens import TokenCounter
 
@@ -41,8 +42,11 @@ class Backend(Protocol):
     async def query(self, route: str, document: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a question that is no stream; raises as ``open`` does."""
 
-    def open(self, body: bytes, route: str = CHAT_ROUTE) -> AbstractAsyncContextManager[Reply]:
+    def open(
+        self, body: bytes, route: str = CHAT_ROUTE, *, departure: Departure | None = None
+    ) -> AbstractAsyncContextManager[Reply]:
         """Start an answer of the engine's ``route``, always a stream; leaving the context lets go of it at once.
 
-        Raises a RequestError for what the engine refuses, UpstreamFailed when it dies or breaks off.
+        When it is cancelled, ``departure`` is told what the engine had made of it, if it can say. Raises a RequestError
+        for what the engine refuses, UpstreamFailed when it dies or breaks off.
         """

@@ -20,6 +20,7 @@ from yarl import URL
 from app.backends.abilities import learn_abilities
 from app.backends.base import CHAT_ROUTE
 from app.backends.conversations import Conversations
+from app.backends.departure import Departure, landed
 from app.backends.faults import engine_fault, read_object
 from app.backends.liveness import Flight, Liveness, Patience
 from app.engine.binary import EngineBinary
@@ -170,15 +171,21 @@ class LocalBackend:
             self.endpoint.socket.unlink(missing_ok=True)
 
     @asynccontextmanager
-    async def open(self, body: bytes, route: str = CHAT_ROUTE) -> AsyncIterator[_EngineReply]:
+    async def open(
+        self, body: bytes, route: str = CHAT_ROUTE, *, departure: Departure | None = None
+    ) -> AsyncIterator[_EngineReply]:
         """Start an answer; leaving the context closes the engine's socket, which frees the slot."""
         try:
             with self._liveness.flight() as flight:
-                response = await self._post(route, body)
+                response = await self._begin(route, body, departure)
                 try:
                     if response.status != 200:
                         raise engine_fault(response.status, await response.read())
                     yield _EngineReply(response, flight)
+                except asyncio.CancelledError:
+                    if departure is not None:
+                        await departure.let_go(response, self.process.releases)
+                    raise
                 finally:
                     response.close()
         except (aiohttp.ClientError, OSError) as error:
@@ -236,6 +243,18 @@ class LocalBackend:
             # Answers may hold an event of any length; we cut them ourselves.
             read_bufsize=1 << 18,
         )
+
+    async def _begin(self, route: str, body: bytes, departure: Departure | None) -> aiohttp.ClientResponse:
+        """The response's head; a client that leaves meanwhile leaves once it is known whether the engine has begun."""
+        if departure is None:
+            return await self._post(route, body)
+        start = asyncio.ensure_future(self._post(route, body))
+        try:
+            return await asyncio.shield(start)
+        except asyncio.CancelledError:
+            if (response := await landed(start)) is not None:
+                await departure.let_go(response, self.process.releases)
+            raise
 
     async def _post(self, path: str, body: bytes) -> aiohttp.ClientResponse:
         """One POST, sent again once when it found a kept connection closed.

@@ -15,6 +15,7 @@ from yarl import URL
 
 from app.backends.base import CHAT_ROUTE
 from app.backends.breaker import Breaker, BreakerRules, Circuit
+from app.backends.departure import Departure
 from app.backends.remote_counting import new_counter
 from app.backends.remote_faults import is_its_fault, remote_fault
 from app.backends.remote_limits import Limits, RouteMissing, choose_limits
@@ -166,7 +167,9 @@ class RemoteBackend:
         await self._session.close()
 
     @asynccontextmanager
-    async def open(self, body: bytes, route: str = CHAT_ROUTE) -> AsyncIterator[_RemoteReply]:
+    async def open(
+        self, body: bytes, route: str = CHAT_ROUTE, *, departure: Departure | None = None
+    ) -> AsyncIterator[_RemoteReply]:
         """Start an answer; leaving the context closes the connection, by which the server notices.
 
         Raises ModelFailed while it is not worth asking, else what it says, or UpstreamFailed when it breaks off.

@@ -15,6 +15,7 @@ from app.engine.health import HealthProbe
 from app.engine.oom import kills_between, oom_kills
 from app.engine.output import EngineOutput
 from app.engine.records import write_record
+from app.engine.releases import Releases
 from app.engine.report import Cause, EngineExit, MeasuredMemory, MemoryReport, cause_of_death
 from app.engine.state import TRANSITIONS, State
 
@@ -84,6 +85,7 @@ class EngineProcess:
         self._exit: EngineExit | None = None
         self._output = EngineOutput()
         self._report = MemoryReport()
+        self.releases = Releases()
         self._life: _Life | None = None
         self._record: Path | None = None
 
@@ -261,7 +263,9 @@ class EngineProcess:
             self._record = write_record(self.spec.records, pid=child.pid, name=self.spec.name)
 
     def _on_output(self, data: bytes) -> None:
-        self._report.feed(self._output.feed(data))
+        lines = self._output.feed(data)
+        self._report.feed(lines)
+        self.releases.feed(lines)
 
     def _unlink_socket(self) -> None:
         # The engine leaves its socket behind and refuses to bind over a stale one.

@@ -118,6 +118,7 @@ class UsageMeter:
         self.done = False
         # Of each choice: one prompt has several, several prompts have one each.
         self._processed_tokens: dict[int, int] = {}
+        self._whole_prompt_tokens = 0
         self._reused_tokens = 0
         self.error: dict[str, Any] | None = None
 
@@ -147,6 +148,18 @@ class UsageMeter:
         counted = self.usage.completion_tokens
         # The usage of some choices may have come before that of the others.
         return counted if self.finished >= self._choices else max(counted, passed)
+
+    def left(self, held_tokens: int, *, prompt_tokens: int) -> None:
+        """Its client has left, and so many tokens of the one prompt and the one answer were in the slot at the end.
+
+        The token generated last is never in it. ``prompt_tokens`` is the prompt by another count, for a client that
+        left before the engine told its own.
+        """
+        if self.usage is not None or held_tokens + 1 < self.prompt_tokens + self.generated_tokens:
+            return
+        prompt = self._whole_prompt_tokens or min(prompt_tokens, held_tokens)
+        generated = max(0, held_tokens - prompt + 1)
+        self.usage = Usage(min(prompt, held_tokens), generated, self._reused_tokens)
 
     def feed(self, chunk: bytes) -> bytes:
         """What of ``chunk`` goes to the client now; raises EventTooLong."""
@@ -185,6 +198,7 @@ class UsageMeter:
         if "prompt_progress" in chunk:
             # We ask for these so that the engine writes, and notices a client that left, during a long prompt.
             progress = chunk["prompt_progress"]
+            self._whole_prompt_tokens = int(progress.get("total") or 0)
             self._note_processed(chunk, int(progress["processed"]))
             self._reused_tokens = int(progress.get("cache") or 0)
             return b""

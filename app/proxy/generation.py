@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from app.auth import ApiKey
-from app.backends import Backend, Reply
+from app.backends import Backend, Departure, Reply
 from app.backends.faults import fault_of
 from app.config import ModelConfig
 from app.errors import EngineGone, GatewayError, UpstreamFailed
@@ -169,12 +171,24 @@ class Generation:
             slots = 1 if backend.chooses_slots or request.choices > 1 else backend.slots
             with self._parts.affinities.slot(backend, request.messages, slots=slots) as slot:
                 body = request.engine_body(max_tokens=admission.max_tokens, slot=slot)
+                departure = Departure(slot if backend.slots > 1 or request.choices > 1 else 0)
                 self._account.sent()
-                async with backend.open(body, request.route) as reply:
-                    if request.stream:
-                        await self._relay(reply, outlet, self._new_rendering(admission))
-                    else:
-                        await self._aggregate(reply, outlet, self._ask.new_answer(admission.prompt_tokens))
+                try:
+                    async with backend.open(body, request.route, departure=departure) as reply:
+                        if request.stream:
+                            await self._relay(reply, outlet, self._new_rendering(admission))
+                        else:
+                            await self._aggregate(reply, outlet, self._ask.new_answer(admission.prompt_tokens))
+                except asyncio.CancelledError:
+                    self._note(departure, admission)
+                    raise
+
+    def _note(self, departure: Departure, admission: Admission) -> None:
+        """What was on its way when the client left was generated too, and so was what the engine kept back."""
+        with suppress(EventTooLong):
+            self._meter.feed(departure.unread)
+        if departure.held_tokens is not None:
+            self._meter.left(departure.held_tokens, prompt_tokens=admission.prompt_tokens)
 
     def _new_meter(self) -> UsageMeter:
         request = self._request
