@@ -14,7 +14,7 @@ import shlex
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,12 +28,31 @@ PROMPT = "Write a long story about a lighthouse keeper who collects letters from
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One measured answer."""
+    """One measured answer; the times are those of time.monotonic."""
 
     text: str
     tokens: int
-    first_token_seconds: float
-    tokens_per_second: float  # after the first token
+    sent_at: float
+    first_at: float
+    done_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The answers to all clients of one side, asked at once."""
+
+    answers: Sequence[Answer]
+
+    @property
+    def first_token_seconds(self) -> float:
+        """Of the client in the middle."""
+        return statistics.median(answer.first_at - answer.sent_at for answer in self.answers)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all clients, from the first token of the first to the last of the last."""
+        tokens = sum(answer.tokens - 1 for answer in self.answers)
+        return tokens / (max(one.done_at for one in self.answers) - min(one.first_at for one in self.answers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +61,9 @@ class Side:
 
     address: int | str
     key: str
+
+    async def ask_at_once(self, clients: int, max_tokens: int) -> Round:
+        return Round(await asyncio.gather(*(self.ask(max_tokens) for _ in range(clients))))
 
     async def ask(self, max_tokens: int) -> Answer:
         body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": max_tokens, "seed": 1}
@@ -53,23 +75,23 @@ class Side:
             client.close()
         events = reply.events()
         tokens = next(event["usage"]["completion_tokens"] for event in reversed(events) if event.get("usage"))
-        decode = reply.done_at - reply.first_at
-        return Answer(text_of(events), tokens, reply.first_at - reply.sent_at, (tokens - 1) / decode)
+        return Answer(text_of(events), tokens, reply.sent_at, reply.first_at, reply.done_at)
 
 
 @contextlib.contextmanager
-def run_gateway(folder: Path, *, engine: str, model: Path, command: str) -> Iterator[Target]:
+def run_gateway(folder: Path, arguments: argparse.Namespace) -> Iterator[Target]:
     """The gateway with the real engine behind it."""
+    model: dict[str, object] = {"path": str(arguments.model), "context": 2048, "parallel": arguments.clients}
     port, log, configuration = free_port(), folder / "gateway.log", folder / "config.yaml"
     settings = {
         "server": {"port": port},
-        "engine": {"binary": engine},
-        "models": {MODEL: {"path": str(model), "context": 2048, "parallel": 1}},
+        "engine": {"binary": arguments.engine},
+        "models": {MODEL: model},
         "keys": [gateway_key()],
         "state_dir": str(folder / "state"),
     }
     configuration.write_text(json.dumps(settings))
-    argv = [word.replace("{config}", str(configuration)) for word in shlex.split(command)]
+    argv = [word.replace("{config}", str(configuration)) for word in shlex.split(arguments.gateway_command)]
     with running(argv, log=log) as gateway:
         wait_until(lambda: answers(port, path="/livez"), gateway, what="The gateway", log=log, seconds=30)
         target = Target(port, headers={"Authorization": f"Bearer {KEY}"})
@@ -100,37 +122,57 @@ def is_loaded(side: Side) -> bool:
     return True
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, list[Answer]]:
+def cores(text: str) -> tuple[int, int]:
+    """Two different cores that this process may use; raises ValueError."""
+    engine, others = (int(word) for word in text.split(","))
+    if engine == others or not {engine, others} <= os.sched_getaffinity(0):
+        raise ValueError(text)
+    return engine, others
+
+
+def pin(pids: Iterable[int], core: int) -> None:
+    """All threads of these processes, and those that they will start."""
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {core})
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, list[Round]]:
     """Interleaved, each pair in the other order than the one before; raises CannotRun."""
+    if arguments.pin:
+        # Whoever is started inherits the single core, and so the plan has a single thread.
+        os.sched_setaffinity(0, {arguments.pin[1]})
     with tempfile.TemporaryDirectory(prefix="engine-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        gateway = stack.enter_context(
-            run_gateway(folder, engine=arguments.engine, model=arguments.model, command=arguments.gateway_command)
-        )
+        gateway = stack.enter_context(run_gateway(folder, arguments))
         twin = stack.enter_context(run_twin(folder, gateway.engine_pids[0]))
+        if arguments.pin:
+            engines = [pid for pid in children(os.getpid()) if pid not in gateway.proxy_pids]
+            pin([*gateway.engine_pids, *engines], arguments.pin[0])
         sides = {"direct": twin, "gateway": Side(gateway.port, KEY)}
-        results: dict[str, list[Answer]] = {label: [] for label in sides}
+        results: dict[str, list[Round]] = {label: [] for label in sides}
         for side in sides.values():
-            asyncio.run(side.ask(arguments.max_tokens))
+            asyncio.run(side.ask_at_once(arguments.clients, arguments.max_tokens))
         for pair in range(arguments.pairs):
             for label in sorted(sides, reverse=pair % 2 == 1):
-                results[label].append(asyncio.run(sides[label].ask(arguments.max_tokens)))
+                results[label].append(asyncio.run(sides[label].ask_at_once(arguments.clients, arguments.max_tokens)))
         return results
 
 
-def texts(results: dict[str, list[Answer]]) -> set[str]:
-    return {answer.text for side in results.values() for answer in side}
+def texts(results: dict[str, list[Round]]) -> set[str]:
+    return {answer.text for side in results.values() for one in side for answer in one.answers}
 
 
-def render_table(results: dict[str, list[Answer]]) -> str:
-    direct = statistics.median(answer.tokens_per_second for answer in results["direct"])
+def render_table(results: dict[str, list[Round]]) -> str:
+    direct = statistics.median(one.tokens_per_second for one in results["direct"])
     lines = ["|  | tokens/s median (min-max) | of direct | first token, ms | tokens |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
     for label, side in results.items():
-        rates = [answer.tokens_per_second for answer in side]
-        median, first = statistics.median(rates), statistics.median(answer.first_token_seconds for answer in side)
+        rates = [one.tokens_per_second for one in side]
+        tokens = sum(answer.tokens for answer in side[0].answers)
+        median, first = statistics.median(rates), statistics.median(one.first_token_seconds for one in side)
         spread = f"{median:.1f} ({min(rates):.1f}-{max(rates):.1f})"
-        lines.append(f"| {label} | {spread} | {median / direct:.1%} | {first * 1e3:.1f} | {side[0].tokens} |")
+        lines.append(f"| {label} | {spread} | {median / direct:.1%} | {first * 1e3:.1f} | {tokens} |")
     return "\n".join(lines) + f"\n\nAll answers are {'equal' if len(texts(results)) == 1 else 'NOT equal'}."
 
 
@@ -140,6 +182,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.engine", description=__doc__)
     parser.add_argument("--engine", default=environ("GATEWAY_TEST_ENGINE", "embedded"), help="llama-server")
     parser.add_argument("--model", type=Path, default=environ("GATEWAY_TEST_MODEL"), help="a GGUF file")
+    parser.add_argument("--clients", type=int, default=1, help="asking at once, each with a slot of its own")
+    parser.add_argument("--pin", type=cores, help="two cores, like 0,1: of the engine (one thread), and of all others")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--gateway-command", default=f"{sys.executable} -m app serve --config {{config}}")
@@ -152,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
     except CannotRun as reason:
         print(reason, file=sys.stderr)
         return 1
-    figures = {label: [asdict(answer) for answer in side] for label, side in results.items()}
+    figures = {label: [asdict(one) for one in side] for label, side in results.items()}
     print(json.dumps(figures) if arguments.json else render_table(results))
     return int(len(texts(results)) != 1)
 
