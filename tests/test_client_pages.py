@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
+import httpx
 import orjson
 import pytest
 import yaml
@@ -19,6 +21,7 @@ from tests.client_pages import FOLDER, adapted, example, examples
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 from tests.langchain_standard import CANNOT
+from tests.odd_engines import serving_odd_engines
 
 pytestmark = pytest.mark.any_engine
 
@@ -88,15 +91,57 @@ def test_the_files_of_the_agents_can_be_read() -> None:
         subprocess.run(["sh", "-n", "-c", shell], check=True)
 
 
+@pytest.fixture(scope="session")
+def node(clients: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Runs a program beside OpenAI's Node SDK and returns what it printed."""
+    folder, path = tmp_path_factory.mktemp("node"), f"{clients}:{os.environ['PATH']}"
+    _run("npm", "install", "--no-audit", "--no-fund", "openai@6", folder=folder, seconds=300, PATH=path)
+
+    def run(code: str, **environment: str) -> str:
+        (folder / "program.mjs").write_text(code)
+        return _run("node", "program.mjs", folder=folder, PATH=path, **environment).stdout
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(800)
-def test_node(gateway: GatewayProcess, clients: Path, tmp_path: Path) -> None:
-    path = f"{clients}:{os.environ['PATH']}"
-    _run("npm", "install", "--no-audit", "--no-fund", "openai@6", folder=tmp_path, seconds=300, PATH=path)
-    (tmp_path / "example.mjs").write_text(_mine("Node", "js", gateway))
-    text, streamed = _run("node", "example.mjs", folder=tmp_path, PATH=path).stdout.split("\n", 1)
+def test_node(gateway: GatewayProcess, node: Callable[..., str]) -> None:
+    text, streamed = node(_mine("Node", "js", gateway)).split("\n", 1)
     assert len(text) > 10
     assert len(streamed) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_nodes_helpers_tools_embeddings_errors_and_retries(
+    native_engine: Path | None, demo_model: Path, node: Callable[..., str], tmp_path: Path
+) -> None:
+    engine = "embedded" if native_engine is None else str(native_engine)
+    vectors = {"path": str(demo_model), "kind": "embedding", "context": 256}
+    config = {"engine": {"binary": engine}, "memory": {"ram_reserve": "256MiB"}, "models": {"vectors": vectors}}
+    (tmp_path / "odd").mkdir()
+    with (
+        serving_odd_engines(demo_model, tmp_path / "odd") as odd,
+        running_gateway(config, tmp_path / "vectors") as embedding,
+    ):
+        program = (_ROOT / "tests" / "openai_node.mjs").read_text()
+        seen = orjson.loads(node(program, GATEWAY_URL=odd.url, VECTORS_URL=embedding.url))
+        metrics = httpx.get(odd.url + "/metrics").text
+    assert seen["tools"]["roles"] == ["user", "assistant", "tool", "tool"]
+    assert (seen["tools"]["calls"], seen["tools"]["looks"]) == (["look"] * 2, ["北京", "x"])
+    assert (seen["stream"], seen["response"]) == ({"content": "42", "deltas": "42"}, "42")
+    assert seen["embeddings"]["lengths"] == [576, 576]
+    assert seen["embeddings"]["apart"] < 1e-4
+    assert seen["faults"] == {
+        "unknown": ["NotFoundError", 404, "model_not_found"],
+        "overflow": ["BadRequestError", 400, "context_length_exceeded"],
+        "tries": ["InternalServerError", 503, "server_is_overloaded"],
+        "once": ["InternalServerError", 502, "upstream_failed"],
+    }
+    counted = 'llama_gateway_requests_total{endpoint="chat",model="%s",outcome="%s"} %d.0'
+    for figures in (("failing", "failed", 3), ("unending", "failed", 1), ("slow", "client_gone", 1)):
+        assert counted % figures in metrics
 
 
 @pytest.mark.slow
