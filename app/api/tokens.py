@@ -1,4 +1,4 @@
-"""llama-server's own extras: tokens of a text and back, what a template makes and counts, filling in the middle."""
+"""llama-server's own extras: tokens of a text and back, what a template makes and counts, text in its words."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from app.api.preferences import preferences
 from app.gguf import Kind
 from app.protocol import (
     Inspection,
+    ask_native,
     chat_request,
     detokenize_request,
     infill_request,
+    native_request,
     parse_object,
     template_request,
     tokenize_request,
@@ -53,6 +55,13 @@ async def infill(request: Request) -> ExchangeResponse:
     return gateway.proxy.fill(infill_request(await _document(request)), key, preferences(request.headers))
 
 
+async def complete(request: Request) -> ExchangeResponse:
+    """``POST /completion``: llama-server's own request to go on with a text."""
+    gateway, key = gateway_of(request), key_of(request)
+    asked = native_request(await _document(request))
+    return gateway.proxy.generate(ask_native(asked, "completion"), key, preferences(request.headers))
+
+
 async def _inspect(
     request: Request, parse: Callable[[Mapping[str, Any]], Inspection], *, kind: Kind | None
 ) -> ExchangeResponse:
@@ -81,5 +90,7 @@ _HANDLERS = {
     "/infill": infill,
 }
 routes: list[BaseRoute] = [
-    Route(prefix + path, handler, methods=["POST"]) for path, handler in _HANDLERS.items() for prefix in ("", "/v1")
+    *(Route(prefix + path, handler, methods=["POST"]) for path, handler in _HANDLERS.items() for prefix in ("", "/v1")),
+    # /completions is OpenAI's.
+    Route("/completion", complete, methods=["POST"]),
 ]

@@ -12,6 +12,7 @@ from app.protocol.embedding import EmbeddingRequest, parse_embedding_request
 from app.protocol.fields import parse_object
 from app.protocol.infill import InfillRequest, ask_infill, infill_request
 from app.protocol.inspection import Inspection, detokenize_request, template_request, tokenize_request
+from app.protocol.native import ask_native, native_request
 from app.protocol.prompts import Prompt, prompts_of
 from app.protocol.question import Part, Question
 from app.protocol.ranking import RankRequest, parse_rank_request
@@ -48,12 +49,14 @@ __all__ = [
     "ask_chat",
     "ask_completion",
     "ask_infill",
+    "ask_native",
     "chat_request",
     "checked",
     "detokenize_request",
     "error_event",
     "event_data",
     "infill_request",
+    "native_request",
     "parse_chat_request",
     "parse_completion_request",
     "parse_embedding_request",

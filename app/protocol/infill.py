@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import orjson
-
-from app.errors import GatewayError, InvalidValue
-from app.protocol.ask import Ask, error_event
+from app.errors import InvalidValue
+from app.protocol.ask import Ask
 from app.protocol.completion import CompletionRequest, completion_request
 from app.protocol.fields import MAX_INTEGER, integer
-from app.protocol.sse import SSESplitter, event_data
-from app.protocol.usage import Usage
+from app.protocol.native import ask_native
 
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_SNIPPETS = 128
@@ -72,83 +69,7 @@ def infill_request(document: Mapping[str, Any]) -> InfillRequest:
 
 def ask_infill(request: InfillRequest, tokens: list[int]) -> Ask:
     """The request whose answer goes out in llama-server's own words."""
-    completion, is_silent = request.with_tokens(tokens), request.only_reads
-    return Ask(
-        completion, "infill", lambda _: InfillStream(is_silent), lambda _: InfillAnswer(completion.model, is_silent)
-    )
-
-
-class _Pieces:
-    """Reads the texts out of the engine's chunks, unless nobody wants them, and why they ended."""
-
-    def __init__(self, is_silent: bool) -> None:
-        self._splitter = SSESplitter()
-        self._is_silent = is_silent
-        self.is_cut = False
-
-    def read(self, body: bytes) -> str:
-        text = "".join(map(self._piece, self._splitter.feed(body)))
-        return "" if self._is_silent else text
-
-    def _piece(self, event: bytes) -> str:
-        data = event_data(event)
-        if not data or data.strip() in (b"[DONE]", b"null"):
-            return ""
-        try:
-            (choice,) = orjson.loads(data)["choices"] or [{}]
-            self.is_cut = self.is_cut or choice.get("finish_reason") == "length"
-            return str(choice.get("text") or "")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("the engine sent an event that is not a chunk") from error
-
-    def ending(self, usage: Usage) -> dict[str, Any]:
-        return {
-            "stop": True,
-            "stop_type": "limit" if self.is_cut else "eos",
-            # Nothing of the prompt ever is.
-            "truncated": False,
-            "tokens_predicted": usage.completion_tokens,
-            "tokens_evaluated": usage.prompt_tokens,
-            "tokens_cached": usage.cached_tokens,
-        }
-
-
-class InfillStream:
-    """llama-server's stream: texts, at last one with ``stop``, no ``[DONE]``."""
-
-    def __init__(self, is_silent: bool = False) -> None:
-        self._pieces = _Pieces(is_silent)
-
-    def feed(self, body: bytes) -> bytes:
-        """The texts in ``body``."""
-        text = self._pieces.read(body)
-        return _event({"content": text, "stop": False}) if text else b""
-
-    def end(self, usage: Usage) -> bytes:
-        """The last event."""
-        return _event({"content": "", **self._pieces.ending(usage)})
-
-    def failure(self, error: GatewayError) -> bytes:
-        """An ``error`` event."""
-        return error_event(error)
-
-
-class InfillAnswer:
-    """llama-server's document."""
-
-    def __init__(self, model: str, is_silent: bool = False) -> None:
-        self._model = model
-        self._pieces = _Pieces(is_silent)
-        self._texts: list[str] = []
-
-    def feed(self, body: bytes) -> None:
-        """Add what the engine sent; raises EventTooLong, or ValueError for what is no chunk."""
-        self._texts.append(self._pieces.read(body))
-
-    def body(self, usage: Usage) -> bytes:
-        """The whole answer as JSON."""
-        content = {"content": "".join(self._texts), "model": self._model}
-        return orjson.dumps(content | self._pieces.ending(usage))
+    return ask_native(request.with_tokens(tokens), "infill", is_silent=request.only_reads)
 
 
 def _snippets(document: Mapping[str, Any]) -> tuple[Snippet, ...]:
@@ -174,7 +95,3 @@ def _text(document: Mapping[str, Any], name: str) -> str:
     if value is not None and (not isinstance(value, str) or len(value.encode()) > _MAX_TEXT_BYTES):
         raise InvalidValue(f"'{name}' must be a string of at most {_MAX_TEXT_BYTES} bytes.", param=name)
     return value or ""
-
-
-def _event(document: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(document) + b"\n\n"
