@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tests import shapes
 from tests.gguf_writer import U32, Shape, Tensor
 
 _KIND = "Q4_K"
@@ -88,16 +87,7 @@ def lfm2(*, layers: int = 16, embedding: int = 2048, vocabulary: int = 65536) ->
     tensors = _ends(embedding, vocabulary, norm="token_embd_norm")
     kv_heads = [8 if layer in (2, 5, 8, 10, 12, 14) else 0 for layer in range(layers)]
     for layer in range(layers):
-        if kv_heads[layer]:
-            tensors += _attention(layer, embedding, 32, 8, 64)
-            tensors += [_vector(layer, f"attn_{name}_norm.weight", 64) for name in "qk"]
-        else:
-            tensors += [
-                _vector(layer, "attn_norm.weight", embedding),
-                Tensor(f"blk.{layer}.shortconv.conv.weight", (3, embedding), "F32"),
-                _matrix(layer, "shortconv.in_proj", embedding, 3 * embedding),
-                _matrix(layer, "shortconv.out_proj", embedding, embedding),
-            ]
+        tensors += _short_convolution(layer, embedding) if not kv_heads[layer] else _normed_attention(layer, embedding)
         tensors += _feed_forward(layer, embedding, 8192)
     keys = _keys(layers, embedding, 32, 64, 8192)
     keys |= {"shortconv.l_cache": U32(3), "attention.head_count_kv": kv_heads}
@@ -114,8 +104,10 @@ def jamba(*, layers: int = 16, embedding: int = 4096, vocabulary: int = 65536) -
             tensors += _attention(layer, embedding, 32, 8, 128)
         else:
             tensors += _first_scan(layer, embedding, inner, states, rank)
-            tensors += [_vector(layer, f"ssm_{name}_norm.weight", size) for name, size in _scan_norms(rank, states)]
-        tensors += _jamba_experts(layer, embedding) if layer % 2 else _feed_forward(layer, embedding, 14336)
+            norms = {"dt": rank, "b": states, "c": states}
+            tensors += [_vector(layer, f"ssm_{name}_norm.weight", size) for name, size in norms.items()]
+        experts = [part for part in _experts(layer, embedding, 14336, 16) if "exp_probs_b" not in part.name]
+        tensors += experts if layer % 2 else _feed_forward(layer, embedding, 14336)
     keys = _keys(layers, embedding, 32, 128, 14336)
     keys |= {
         "attention.head_count_kv": kv_heads,
@@ -175,31 +167,79 @@ def rwkv7(*, layers: int = 24, embedding: int = 2048, vocabulary: int = 65536) -
     return Shape("rwkv7", keys, tensors, vocabulary)
 
 
-def gemma2(*, layers: int = 26, vocabulary: int = 256000) -> Shape:
-    """gemma-2-2b: a window in every other layer; no state, but it shares nothing else with the other shapes."""
-    shape = shapes.dense(
-        architecture="gemma2",
-        layers=layers,
-        embedding=2304,
-        heads=8,
-        kv_heads=4,
-        head_length=256,
-        feed_forward=9216,
-        vocabulary=vocabulary,
-        context=8192,
-        tied=True,
-        keys={
-            "attention.sliding_window": U32(4096),
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-    )
-    norms = [
-        _vector(layer, f"{name}.weight", 2304)
-        for layer in range(layers)
-        for name in ("post_attention_norm", "post_ffw_norm")
-    ]
-    return Shape(shape.architecture, shape.keys, [*shape.tensors, *norms], vocabulary)
+def lfm2moe(*, layers: int = 24, embedding: int = 2048, vocabulary: int = 65536) -> Shape:
+    """LFM2-8B-A1B: short convolutions, attention in a quarter of the layers, 32 experts behind two dense blocks."""
+    tensors = _ends(embedding, vocabulary, norm="token_embd_norm")
+    kv_heads = [8 if layer in (2, 6, 10, 14, 18, 21) else 0 for layer in range(layers)]
+    for layer in range(layers):
+        tensors += _short_convolution(layer, embedding) if not kv_heads[layer] else _normed_attention(layer, embedding)
+        tensors += _feed_forward(layer, embedding, 7168) if layer < 2 else _experts(layer, embedding, 1792, 32)
+    keys = _keys(layers, embedding, 32, 64, 7168) | _expert_keys(32, 4, 1792)
+    keys |= {
+        "shortconv.l_cache": U32(3),
+        "attention.head_count_kv": kv_heads,
+        "leading_dense_block_count": U32(2),
+    }
+    return Shape("lfm2moe", keys, tensors, vocabulary)
+
+
+def nemotron_h_moe(*, embedding: int = 2816, vocabulary: int = 131072) -> Shape:
+    """Nemotron-3-Nano-30B-A3B with rows of full blocks: a scan, attention, or 128 experts without a gate."""
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    scan, width, layers = _Scan(4096, 128, 64, 8), 1792, len(pattern)
+    tensors = _ends(embedding, vocabulary, tied=False)
+    for layer, kind in enumerate(pattern):
+        if kind == "M":
+            tensors += _scan(layer, embedding, scan)
+        elif kind == "*":
+            tensors += _attention(layer, embedding, 32, 2, 128)
+        else:
+            tensors += [
+                _vector(layer, "attn_norm.weight", embedding),
+                *(part for part in _experts(layer, embedding, width, 128)[1:] if "gate_exps" not in part.name),
+                _matrix(layer, "ffn_up_shexp", embedding, 2 * width),
+                _matrix(layer, "ffn_down_shexp", 2 * width, embedding),
+            ]
+    keys = _keys(layers, embedding, 32, 128, 0) | scan.keys() | _expert_keys(128, 6, width)
+    keys |= {
+        "attention.head_count_kv": [2 if kind == "*" else 0 for kind in pattern],
+        "attention.layer_norm_epsilon": 1e-5,
+        "feed_forward_length": [width if kind == "E" else 0 for kind in pattern],
+        "expert_shared_count": U32(1),
+        "expert_shared_feed_forward_length": U32(2 * width),
+    }
+    return Shape("nemotron_h_moe", keys, tensors, vocabulary)
+
+
+def kimi_linear(*, layers: int = 27, embedding: int = 2304, vocabulary: int = 163840) -> Shape:
+    """Kimi-Linear-48B-A3B: delta attention, latent attention in every fourth layer, 256 experts and a shared one."""
+    heads, length, latent, rope, width = 32, 128, 512, 64, 1024
+    is_full = [(layer + 1) % 4 == 0 or layer == layers - 1 for layer in range(layers)]
+    tensors = _ends(embedding, vocabulary, tied=False)
+    for layer in range(layers):
+        tensors += [_vector(layer, "attn_norm.weight", embedding)]
+        tensors += _latent(layer, embedding) if is_full[layer] else _delta(layer, embedding, heads, length)
+        tensors += [_matrix(layer, "attn_output", heads * length, embedding)]
+        if not layer:
+            tensors += _feed_forward(layer, embedding, 9216)
+            continue
+        tensors += _experts(layer, embedding, width, 256)
+        tensors += [_matrix(layer, f"ffn_{name}_shexp", embedding, width) for name in ("gate", "up")]
+        tensors += [_matrix(layer, "ffn_down_shexp", width, embedding)]
+    keys = _keys(layers, embedding, heads, latent + rope, 9216) | _expert_keys(256, 8, width)
+    keys |= {
+        "attention.head_count_kv": [int(full) for full in is_full],
+        "attention.value_length": U32(latent),
+        "attention.kv_lora_rank": U32(latent),
+        "attention.key_length_mla": U32(length + rope),
+        "attention.value_length_mla": U32(length),
+        "rope.dimension_count": U32(rope),
+        "ssm.conv_kernel": U32(4),
+        "kda.head_dim": U32(length),
+        "expert_shared_count": U32(1),
+        "leading_dense_block_count": U32(1),
+    }
+    return Shape("kimi-linear", keys, tensors, vocabulary)
 
 
 def _keys(layers: int, embedding: int, heads: int, head_length: int, feed_forward: int) -> dict[str, Any]:
@@ -236,10 +276,6 @@ def _scan(layer: int, embedding: int, scan: _Scan) -> list[Tensor]:
     ]
 
 
-def _scan_norms(rank: int, states: int) -> tuple[tuple[str, int], ...]:
-    return (("dt", rank), ("b", states), ("c", states))
-
-
 def _first_scan(layer: int, embedding: int, inner: int, states: int, rank: int) -> list[Tensor]:
     return [
         _vector(layer, "attn_norm.weight", embedding),
@@ -255,23 +291,73 @@ def _first_scan(layer: int, embedding: int, inner: int, states: int, rank: int) 
     ]
 
 
-def _jamba_experts(layer: int, embedding: int) -> list[Tensor]:
+def _short_convolution(layer: int, embedding: int) -> list[Tensor]:
+    return [
+        _vector(layer, "attn_norm.weight", embedding),
+        Tensor(f"blk.{layer}.shortconv.conv.weight", (3, embedding), "F32"),
+        _matrix(layer, "shortconv.in_proj", embedding, 3 * embedding),
+        _matrix(layer, "shortconv.out_proj", embedding, embedding),
+    ]
+
+
+def _normed_attention(layer: int, embedding: int) -> list[Tensor]:
+    norms = [_vector(layer, f"attn_{name}_norm.weight", 64) for name in "qk"]
+    return [*_attention(layer, embedding, 32, 8, 64), *norms]
+
+
+def _delta(layer: int, embedding: int, heads: int, length: int) -> list[Tensor]:
+    width = heads * length
+    return [
+        *(_matrix(layer, f"attn_{name}", embedding, width) for name in "qkv"),
+        *(Tensor(f"blk.{layer}.ssm_conv1d_{name}.weight", (4, 1, width), "F32") for name in "qkv"),
+        *(_matrix(layer, f"ssm_{name}_a", embedding, length) for name in "fg"),
+        *(Tensor(f"blk.{layer}.ssm_{name}_b.weight", (length, width), "F16") for name in "fg"),
+        _matrix(layer, "ssm_beta", embedding, heads),
+        Tensor(f"blk.{layer}.ssm_a", (1, heads), "F32"),
+        _vector(layer, "ssm_dt.bias", width),
+        _vector(layer, "ssm_norm.weight", length),
+    ]
+
+
+def _latent(layer: int, embedding: int) -> list[Tensor]:
+    heads, length, latent, rope = 32, 128, 512, 64
+    return [
+        _matrix(layer, "attn_q", embedding, heads * (length + rope)),
+        _matrix(layer, "attn_kv_a_mqa", embedding, latent + rope),
+        _vector(layer, "attn_kv_a_norm.weight", latent),
+        Tensor(f"blk.{layer}.attn_k_b.weight", (length, latent, heads), "Q8_0"),
+        _matrix(layer, "attn_v_b", latent, length, heads),
+    ]
+
+
+def _experts(layer: int, embedding: int, width: int, count: int) -> list[Tensor]:
     return [
         _vector(layer, "ffn_norm.weight", embedding),
-        Tensor(f"blk.{layer}.ffn_gate_inp.weight", (embedding, 16), "F32"),
-        Tensor(f"blk.{layer}.ffn_gate_exps.weight", (embedding, 14336, 16), _KIND),
-        Tensor(f"blk.{layer}.ffn_up_exps.weight", (embedding, 14336, 16), _KIND),
-        Tensor(f"blk.{layer}.ffn_down_exps.weight", (14336, embedding, 16), _KIND),
+        Tensor(f"blk.{layer}.ffn_gate_inp.weight", (embedding, count), "F32"),
+        _vector(layer, "exp_probs_b.bias", count),
+        *(_matrix(layer, f"ffn_{name}_exps", embedding, width, count) for name in ("gate", "up")),
+        _matrix(layer, "ffn_down_exps", width, embedding, count),
     ]
+
+
+def _expert_keys(count: int, used: int, width: int) -> dict[str, Any]:
+    return {
+        "expert_count": U32(count),
+        "expert_used_count": U32(used),
+        "expert_feed_forward_length": U32(width),
+        "expert_gating_func": U32(2),
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+    }
 
 
 def _rwkv7_layer(layer: int, embedding: int) -> list[Tensor]:
     vectors = ("attn_norm.weight", "attn_norm.bias", "attn_norm_2.weight", "attn_norm_2.bias", "time_mix_w0.weight",
                "time_mix_a0.weight", "time_mix_v0.weight", "time_mix_k_k.weight", "time_mix_k_a.weight",
-               "time_mix_ln.weight", "time_mix_ln.bias", "channel_mix_lerp_k.weight")  # fmt: skip
+               "time_mix_ln.weight", "time_mix_ln.bias",
+               "channel_mix_lerp_k.weight", "time_mix_r_k.weight")  # fmt: skip
     ranks = {"w": 96, "a": 96, "v": 64 if layer else 96, "g": 256}
     tensors = [_vector(layer, name, embedding) for name in vectors]
-    tensors += [_vector(layer, "time_mix_r_k.weight", embedding)]
     for name, rank in ranks.items():
         tensors += [
             Tensor(f"blk.{layer}.time_mix_{name}1.weight", (embedding, rank), "F16"),

@@ -18,7 +18,7 @@ from app.gguf import ModelFacts, read_header
 from app.hardware import Machine
 from app.memory import KVType, MemoryLedger, MemoryModel, Placement, estimate
 from app.offload import Wish, plan_offload
-from tests import projector_shapes, recurrent_shapes, shapes
+from tests import further_shapes, projector_shapes, recurrent_shapes, shapes
 from tests.engine_accounting import MIB, accounting
 from tests.gguf_writer import U32, Shape, write
 from tests.placements import BASE
@@ -240,6 +240,33 @@ def test_a_model_without_attention_needs_no_heads(facts: Facts) -> None:
     ledger = on_device(facts(shape), ALL)
     assert ledger.devices[0].kv_cache_bytes == 0
     assert ledger.devices[0].state_bytes == 4 * 4 * (3 * (4096 + 2 * 128) + 128 * 4096)
+
+
+# Cells of 8,192 tokens: (layers, cells, elements of K and V together) of each kind of cache, and state elements.
+CACHES: dict[str, tuple[Callable[[], Shape], tuple[tuple[int, int, int], ...], int]] = {
+    # The last 18 of 42 layers have none of their own; a window of 512 and a batch of 512.
+    "gemma4": (further_shapes.gemma4, ((4, 8192, 2 * 2 * 512), (20, 1024, 2 * 2 * 256)), 0),
+    "gemma4, a mixture": (further_shapes.gemma4_mixture, ((5, 8192, 2 * 2 * 512), (25, 1536, 2 * 8 * 256)), 0),
+    "lfm2moe": (recurrent_shapes.lfm2moe, ((6, 8192, 2 * 8 * 64),), 18 * 2 * 2048),
+    "nemotron_h_moe": (
+        recurrent_shapes.nemotron_h_moe,
+        ((6, 8192, 2 * 2 * 128),),
+        23 * (3 * (4096 + 2 * 8 * 128) + 128 * 4096),
+    ),
+    "kimi-linear": (
+        recurrent_shapes.kimi_linear,
+        ((7, 8192, 576),),
+        20 * (3 * 3 * 32 * 128 + 32 * 128 * 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_what_a_family_keeps(facts: Facts, name: str) -> None:
+    build, kinds, state = CACHES[name]
+    device = on_device(facts(build()), replace(ALL, context_per_request=8192)).devices[0]
+    assert device.kv_cache_bytes == sum(layers * cells * elements * 2 for layers, cells, elements in kinds)
+    assert device.state_bytes == 4 * state
 
 
 # --- against the engine -------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ class GraphTerms:
 
     ``cells`` is the sum over the kinds of cache (full and windowed) of cells of one slot. With large batches the engine
     computes what lies in RAM on the device too, and copies it there: ``expert_copy_bytes`` is the largest expert tensor
-    left in RAM, ``expert_pair_bytes`` those of a hybrid's first attention layer and of the recurrent one before it if
-    both are in RAM; ``tensor_copy_bytes``, ``down_copy_bytes`` and ``cache_copy_bytes`` are the largest tensor besides
+    left in RAM, ``expert_pair_bytes`` those that are copied at once where a family does so (see ``Family``);
+    ``tensor_copy_bytes``, ``down_copy_bytes`` and ``cache_copy_bytes`` are the largest tensor besides
     the down matrices, the largest of those, and the largest cache of whole layers in RAM; each is 0 when there are
     none. ``state_bytes`` is the largest state of one layer, all
     slots, ``recurrent_layers`` how many have one. ``alone`` says that no device takes part,
@@ -73,7 +73,7 @@ def device_compute_bytes(
     rows += family.pipeline_rows[0 if is_first else 1]
     pipeline = _pipeline_bytes(shape, placement, terms, rows=rows)
     pipeline += round(_DEVICE_HANDED_ROWS * _handed_over_bytes(shape, family, placement, terms))
-    if not family.host_copies:
+    if (terms.has_host_layers and not family.host_copies) or family.first_scans:
         graph += _HAND_OVER_ROWS * q * shape.embedding
     state = terms.state_bytes if family.scans else 0
     return _mask_bytes(placement, terms) + graph + _logits_bytes(shape, family, placement) + pipeline + state
@@ -84,10 +84,11 @@ def host_compute_bytes(shape: ModelShape, family: Family, placement: Placement, 
     if terms.alone:
         rows = _dense_rows(shape, family)
         if shape.experts:
-            rows = max(rows, _routed_rows(shape, family, rows=family.expert_rows))
+            rows = max(rows, _chosen_rows(shape, family))
         rows += 0 if family.hybrid else shape.embedding
     else:
         rows = shape.embedding * (_HYBRID_ROWS if family.hybrid and terms.has_host_layers else _HOST_ROWS)
+        rows += _layer_input_rows(shape)
     output = _F32 * shape.vocabulary * placement.parallel
     logits = _logits_bytes(shape, family, placement) + output if terms.alone else output
     if terms.alone or terms.has_host_layers:
@@ -135,9 +136,9 @@ def _dense_graph(shape: ModelShape, family: Family, terms: GraphTerms, q: int) -
 
 
 def _routed_graph(shape: ModelShape, family: Family, terms: GraphTerms, q: int) -> int:
-    """A mixture's layers; experts in RAM add one copy, in a hybrid two where recurrent layers meet attention."""
+    """A mixture's layers; experts in RAM add one copy, or two where a family needs them at once."""
     copy = terms.expert_copy_bytes
-    alone = q * _routed_rows(shape, family, rows=family.expert_rows)
+    alone = q * _chosen_rows(shape, family)
     if not copy:
         return alone
     graph = max(alone, copy + q * _routed_rows(shape, family, rows=1))
@@ -150,13 +151,31 @@ def _routed_graph(shape: ModelShape, family: Family, terms: GraphTerms, q: int) 
             terms.cache_copy_bytes + _ROUTED_ATTENTION_ROWS * q * shape.embedding,
         )
     if terms.expert_pair_bytes:
-        graph = max(graph, copy + alone, terms.expert_pair_bytes + _HYBRID_ROWS * q * shape.embedding)
+        beside = q * _routed_rows(shape, family, rows=2) if family.whole_experts else alone
+        graph = max(graph, copy + beside, terms.expert_pair_bytes + _HYBRID_ROWS * q * shape.embedding)
     return graph
 
 
 def _dense_rows(shape: ModelShape, family: Family) -> int:
     extra = 0 if shape.experts else family.extra_rows
-    return (4 + extra) * shape.embedding + 3 * shape.feed_forward
+    return (4 + extra) * shape.embedding + 3 * shape.feed_forward + 2 * _layer_input_rows(shape)
+
+
+def _layer_input_rows(shape: ModelShape) -> int:
+    """What gemma3n and gemma4 look up for each layer besides the embedding: looked up in RAM, and scaled."""
+    return shape.layers * shape.number("embedding_length_per_layer_input")
+
+
+def _chosen_rows(shape: ModelShape, family: Family) -> int:
+    """Where all experts of a layer are at hand.
+
+    Their gate and up rows are free again when the down matrix is multiplied. Where its result is no wider than both it
+    takes their place, else it lies behind them. Not with a scan, whose rows lie between, nor in llama4, which weighs
+    what goes into an expert instead of what comes out.
+    """
+    takes_their_place = shape.embedding <= 2 * shape.expert_feed_forward and not (family.scans or family.chunks)
+    apart = shape.experts_used * shape.embedding if takes_their_place else 0
+    return _routed_rows(shape, family, rows=3) - apart
 
 
 def _routed_rows(shape: ModelShape, family: Family, *, rows: int) -> int:

@@ -293,8 +293,11 @@ class MemoryModel:
     def _expert_pair_bytes(self, placement: Placement, in_ram: Collection[int]) -> int:
         if self.family.chunks and any(0 < cache.window < placement.cells for cache in self.caches):
             return 2 * max((self.weights.blocks[layer].largest_expert_bytes for layer in in_ram), default=0)
+        if self.family.whole_experts:
+            full = next((layer for layer, cache in enumerate(self.caches) if cache.key and not cache.window), 0)
+            return self.weights.blocks[full].experts_bytes if {full - 1, full} <= set(in_ram) else 0
         attention = next((layer for layer, cache in enumerate(self.caches) if cache.key), 0)
-        if not self.family.hybrid or attention - 1 not in in_ram or attention not in in_ram:
+        if not self.family.pairs or attention - 1 not in in_ram or attention not in in_ram:
             return 0
         return sum(self.weights.blocks[layer].largest_expert_bytes for layer in (attention - 1, attention))
 

@@ -46,7 +46,7 @@ MODELS: dict[str, Callable[[], Shape]] = {
     "qwen35moe 35B-A3B with draft head": lambda: shapes.qwen35moe(draft_head=True),
     "gemma3 4B": lambda: shapes.gemma3(),
     "deepseek2 16B": lambda: shapes.deepseek2(),
-    "gemma2 2B": lambda: recurrent_shapes.gemma2(),
+    "gemma2 2B": lambda: further_shapes.gemma2(),
     "mamba2 1.3B": lambda: recurrent_shapes.mamba2(),
     "granite-4.0-h": lambda: recurrent_shapes.granitehybrid(),
     "falcon-h1 1.5B": lambda: recurrent_shapes.falcon_h1(),
@@ -59,6 +59,11 @@ MODELS: dict[str, Callable[[], Shape]] = {
     "rwkv7 1.5B": lambda: recurrent_shapes.rwkv7(),
     "qwen3next 80B-A3B": lambda: further_shapes.qwen3next(),
     "gemma3n E4B": lambda: further_shapes.gemma3n(),
+    "gemma4 E4B": lambda: further_shapes.gemma4(),
+    "gemma4 26B-A4B": lambda: further_shapes.gemma4_mixture(),
+    "lfm2moe 8B-A1B": lambda: recurrent_shapes.lfm2moe(),
+    "nemotron_h_moe 30B-A3B": lambda: recurrent_shapes.nemotron_h_moe(),
+    "kimi-linear 48B-A3B": lambda: recurrent_shapes.kimi_linear(),
 }
 
 
@@ -207,6 +212,23 @@ _CASES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "gemma3n E4B": ({}, {"context_per_request": 32768, "kv": "q8_0", "parallel": 2}, {"gpu_layers": 18}),
     "rwkv7 1.5B": ({"context_per_request": 32768}, {"gpu_layers": 12, "parallel": 4}),
+    "gemma4 E4B": ({}, {"context_per_request": 32768, "kv": "q8_0", "parallel": 2}, {"gpu_layers": 20}),
+    "gemma4 26B-A4B": (
+        {"context_per_request": 32768},
+        {"context_per_request": 32768, "kv": "q8_0", "cpu_moe_layers": 20, "parallel": 2},
+        {"cpu_moe_layers": 30, "ubatch": 2048},
+    ),
+    "lfm2moe 8B-A1B": ({"context_per_request": 32768}, {"cpu_moe_layers": 12, "parallel": 4}, {"cpu_moe_layers": 24}),
+    "nemotron_h_moe 30B-A3B": (
+        {"context_per_request": 32768},
+        {"context_per_request": 32768, "kv": "q8_0", "cpu_moe_layers": 40, "parallel": 2},
+        {"cpu_moe_layers": 52, "ubatch": 2048},
+    ),
+    "kimi-linear 48B-A3B": (
+        {"context_per_request": 32768},
+        {"context_per_request": 32768, "cpu_moe_layers": 20, "parallel": 2},
+        {"cpu_moe_layers": 27, "ubatch": 2048},
+    ),
 }
 _ON_CPU: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama 8B", {}),

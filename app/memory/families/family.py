@@ -23,12 +23,13 @@ class Family:
     """Formulas of a group of architectures.
 
     ``layer_caches`` has one entry per layer, draft-head blocks left out. The rest are terms of the compute buffer:
-    ``extra_rows`` rows of the embedding width beyond the usual ones, ``expert_rows`` intermediate rows per used expert,
-    ``scans`` says that recurrent layers are state-space scans, wider than attention. ``host_copies`` is how many times
-    K and V of a layer in RAM are on the device that computes it; with 0 such layers are computed in RAM. ``chunks``
-    says that experts of a layer with a window and of one without are copied at once, ``first_scans`` that the scans are
-    those of Mamba-1, which the engine computes in RAM. ``pipeline_rows`` are embedding rows beyond the usual ones that
-    are handed on between pipelined devices, on the first of them and on each other.
+    ``extra_rows`` rows of the embedding width beyond the usual ones; ``scans`` says that recurrent layers are
+    state-space scans, wider than attention, ``first_scans`` that they are those of Mamba-1, which the engine computes
+    in RAM. ``host_copies`` is how many times K and V of a layer in RAM are on the device that computes it; with 0 such
+    layers are computed in RAM. Experts in RAM are copied one tensor after the other, but with ``chunks`` those of a
+    layer with a window and of one without at once, with ``pairs`` those of a recurrent layer and of the attention
+    after it, with ``whole_experts`` all of the first layer without a window. ``pipeline_rows`` are embedding rows
+    beyond the usual ones that are handed on between pipelined devices, on the first of them and on each other.
     """
 
     name: str
@@ -37,11 +38,12 @@ class Family:
     known: bool = True
     causal: bool = True
     extra_rows: int = 0
-    expert_rows: int = 3
     hybrid: bool = False
     scans: bool = False
     host_copies: float = 1.0
     chunks: bool = False
+    pairs: bool = False
+    whole_experts: bool = False
     first_scans: bool = False
     pipeline_rows: tuple[int, int] = (0, 0)
 

@@ -81,7 +81,7 @@ def _mamba_state(shape: ModelShape) -> int:
 
 
 _DELTA_NET = Family(
-    "gated delta net", frozenset({"qwen3next", "qwen35"}), _interval_caches, hybrid=True, host_copies=1.5
+    "gated delta net", frozenset({"qwen3next", "qwen35"}), _interval_caches, hybrid=True, host_copies=1.5, pairs=True
 )
 _SCAN = Family(
     "state space", frozenset({"mamba2"}), _mamba_caches, hybrid=True, scans=True, host_copies=0, pipeline_rows=(9, 18)
@@ -98,6 +98,7 @@ FAMILIES = (
         architectures=frozenset({"jamba"}),
         layer_caches=_by_heads_caches,
         first_scans=True,
+        pairs=True,
     ),
     replace(
         _SCAN,

@@ -77,11 +77,11 @@ def _family(architectures: frozenset[str], layer_caches: Callable[[ModelShape], 
 
 
 FAMILIES = (
-    _family(frozenset(_PATTERNS) - {"cohere2", "gemma3n", "gpt-oss", "llama4"}, _layer_caches),
+    _family(frozenset(_PATTERNS) - {"cohere2", "gemma3n", "gemma4", "llama4"}, _layer_caches),
     # Three more streams beside the one that others have.
-    Family("sliding window", frozenset({"gemma3n"}), _layer_caches, extra_rows=12, pipeline_rows=(48, 60)),
+    Family("sliding window", frozenset({"gemma3n"}), _layer_caches, extra_rows=3, pipeline_rows=(48, 60)),
     # Attention and feed-forward of a layer are computed side by side.
     Family("sliding window", frozenset({"cohere2"}), _layer_caches, extra_rows=3),
     Family("chunked attention", frozenset({"llama4"}), _layer_caches, chunks=True),
-    Family("sliding window", frozenset({"gpt-oss"}), _layer_caches, expert_rows=2),
+    Family("sliding window", frozenset({"gemma4"}), _layer_caches, whole_experts=True, pipeline_rows=(14, 6)),
 )
