@@ -8,6 +8,7 @@ import httpx
 import orjson
 import pytest
 
+from tests.checklist import rows
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess
 
@@ -25,6 +26,7 @@ def _chat(gateway: GatewayProcess, **fields: Any) -> httpx.Response:
     return httpx.post(gateway.url + "/v1/chat/completions", json=body | fields, timeout=60)
 
 
+@rows(12)
 def test_tools_that_the_template_drops_are_announced_or_refused(gateway: GatewayProcess) -> None:
     """Row 12 of the reports: SmolLM2's template renders the same prompt with and without tools."""
     plain, with_tools = _chat(gateway), _chat(gateway, tools=[_TOOL])
@@ -39,6 +41,7 @@ def test_tools_that_the_template_drops_are_announced_or_refused(gateway: Gateway
         assert refused.json()["error"]["param"] == "tool_choice"
 
 
+@rows(11)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_strict_schema_is_kept_or_the_answer_is_an_error(gateway: GatewayProcess, stream: bool) -> None:
     """Row 11: the engine's grammar is a help, the check of the finished document is the promise."""
@@ -54,6 +57,7 @@ def test_a_strict_schema_is_kept_or_the_answer_is_an_error(gateway: GatewayProce
     assert isinstance(orjson.loads(content)["age"], int)
 
 
+@rows(10)
 def test_a_late_system_message_is_answered(gateway: GatewayProcess) -> None:
     """Row 10, on a template that takes it; the joining for others is in test_expectation.py."""
     messages = [

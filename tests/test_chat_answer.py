@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.protocol import ChatAnswer, EventTooLong, Usage
-from tests.checklist import lines
+from tests.checklist import lines, rows
 
 _quick = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 _PLACES = st.lists(st.integers(0, 1_000_000), max_size=10)
@@ -76,6 +76,7 @@ def test_the_whole_document() -> None:
     }
 
 
+@rows(32)
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=8), _PLACES)
 @_quick
 def test_contents_add_up_wherever_the_bytes_are_cut(texts: list[str], places: list[int]) -> None:
@@ -109,6 +110,7 @@ def test_comments_are_no_part_of_it() -> None:
 # Tool calls
 
 
+@rows(14)
 @lines(114)
 def test_interleaved_tool_calls() -> None:
     message = _message(
@@ -128,6 +130,7 @@ def test_interleaved_tool_calls() -> None:
     }
 
 
+@rows(14)
 @lines(114)
 @given(st.lists(st.integers(0, 200), max_size=8))
 @_quick

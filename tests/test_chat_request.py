@@ -11,7 +11,7 @@ import pytest
 
 from app.errors import InvalidValue, RequestError
 from app.protocol import ChatRequest, parse_chat_request
-from tests.checklist import lines
+from tests.checklist import lines, rows
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 # What goes down whatever the client says; the gateway's own values, never the client's.
@@ -343,6 +343,7 @@ def test_what_is_counted_is_what_is_rendered() -> None:
 # Messages
 
 
+@rows(41)
 @pytest.mark.parametrize(
     "message",
     [

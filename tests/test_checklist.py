@@ -20,7 +20,7 @@ from starlette.requests import Request
 from app.api import body as body_reader
 from app.credential import new_key
 from app.errors import RequestTimeout
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.fleet import fake_binary
 from tests.gateway import GatewayProcess, running_gateway, wait_until
@@ -190,6 +190,7 @@ def _headers_at_the_engine(demo_model: Path, folder: Path, *heads: dict[str, str
     return [orjson.loads(found) for found in came if found]
 
 
+@rows(53)
 @lines(108)
 def test_a_client_that_closes_half_is_gone(gateway: GatewayProcess, client: httpx.Client) -> None:
     """llama-server reads it so too; documented in README."""

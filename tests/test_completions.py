@@ -11,7 +11,7 @@ import pytest
 
 from app.errors import InvalidValue, RequestError
 from app.protocol import CompletionAnswer, CompletionStream, Usage, UsageMeter, parse_completion_request
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess
 
@@ -134,6 +134,7 @@ def test_the_gate_counts_as_the_engine_does(gateway: GatewayProcess) -> None:
     assert used.headers["x-context-limit"] == str(CONTEXT_TOKENS)
 
 
+@rows(1)
 @pytest.mark.slow
 def test_row_1_a_prompt_is_answered_whole_or_refused(gateway: GatewayProcess) -> None:
     secret = "The secret word is tangerine."

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
@@ -48,6 +48,7 @@ async def engine_is_idle_but_for(served: InProcess, busy: int) -> None:
     assert await served.backend.busy_slots() == busy
 
 
+@rows(4)
 @lines(104, 107)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("beside_another", [True, False])
@@ -66,6 +67,7 @@ async def test_leaving_in_mid_answer_frees_the_slot(served: InProcess, stream: b
         await other.close()
 
 
+@rows(4)
 @lines(105, 107)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("beside_another", [True, False])
@@ -81,6 +83,7 @@ async def test_leaving_in_prefill_frees_the_slot(served: InProcess, stream: bool
         await other.close()
 
 
+@rows(4)
 @lines(106)
 @pytest.mark.parametrize("stream", [True, False])
 async def test_leaving_the_queue_never_reaches_the_engine(served: InProcess, stream: bool) -> None:

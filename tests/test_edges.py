@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from app.credential import new_key
+from tests.checklist import rows
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 
@@ -79,6 +80,7 @@ def test_prompts_around_the_limit(served: GatewayProcess) -> None:
     assert outcomes.count("refused") > 0
 
 
+@rows(40)
 @pytest.mark.timeout(1800)
 def test_two_users_never_hear_of_each_other(served: GatewayProcess) -> None:
     """Row 40: every word of one is unknown to the other's answers, with the cache of prompts at work."""

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from app.proxy.query import groups
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.gateway import GatewayProcess, running_gateway
 
 # More than the engine's own batch of 512, which would be a 500, and what the engine would round up to.
@@ -58,6 +58,7 @@ def close_to(one: list[float], other: list[float]) -> bool:
     return len(one) == len(other) and sum(a * b for a, b in zip(one, other, strict=True)) > 0.999
 
 
+@rows(35)
 def test_the_sdk_gets_vectors_in_the_order_of_its_inputs(client: openai.OpenAI) -> None:
     # The SDK asks for base64 by itself and decodes it.
     both = client.embeddings.create(model=MODEL_ID, input=["the cat", "quantum chromodynamics"])
@@ -70,6 +71,7 @@ def test_the_sdk_gets_vectors_in_the_order_of_its_inputs(client: openai.OpenAI) 
     assert both.usage.prompt_tokens == both.usage.total_tokens == sum(one.usage.prompt_tokens for one in alone)
 
 
+@rows(35)
 def test_numbers_and_their_bytes_are_the_same(vectors: GatewayProcess) -> None:
     floats = post(vectors, "/embeddings", input="the cat", encoding_format="float").json()["data"][0]["embedding"]
     packed = post(vectors, "/embeddings", input="the cat", encoding_format="base64").json()["data"][0]["embedding"]
@@ -98,6 +100,7 @@ def test_81_an_input_of_the_whole_context_is_embedded_and_one_more_token_refused
         assert "answer" not in error["message"]
 
 
+@rows(1)
 def test_row_1_no_input_is_cut(vectors: GatewayProcess) -> None:
     """The head of a long text decides about its vector, or the text is refused."""
     for words in (60, 3000):

@@ -22,6 +22,7 @@ from app.errors import (
     Unavailable,
     UpstreamFailed,
 )
+from tests.checklist import rows
 
 # status, type, code: what a client is answered with; SDKs choose their own error class by the status.
 _ANSWERS: dict[str, tuple[int, str, str | None]] = {
@@ -113,6 +114,7 @@ def test_the_field_is_named() -> None:
 # The overflow
 
 
+@rows(56)
 def test_an_overflow_in_the_words_that_clients_know() -> None:
     error = _make(ContextLengthExceeded)
     assert error.message == (

@@ -17,7 +17,7 @@ from app.config import Settings
 from app.credential import new_key
 from app.errors import ConfigError
 from app.main import check_certificate
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.gateway import GatewayProcess, running_gateway
 
 _PAGE = "https://chat.example.org"
@@ -97,6 +97,7 @@ def door(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
+@rows(38)
 def test_rebinding_is_refused_before_any_work(door: GatewayProcess) -> None:
     for path in ("/v1/models", "/metrics", "/livez", "/admin/models", "/nothing"):
         answer = httpx.get(door.url + path, headers={"host": "evil.example:8080"})
@@ -104,6 +105,7 @@ def test_rebinding_is_refused_before_any_work(door: GatewayProcess) -> None:
         assert answer.headers["x-request-id"]
 
 
+@rows(38)
 @pytest.mark.parametrize("origin", ["https://evil.example", "null"])
 def test_a_strange_page_is_refused_before_any_work(door: GatewayProcess, origin: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from app.protocol import ChatRequest, UsageMeter, parse_chat_request
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess
 from tests.inprocess import InProcess, gateway_in_process
@@ -102,6 +102,7 @@ async def test_count_is_exact_and_bound_is_a_bound(served: InProcess, prompts: i
 CALL = {"name": "weather", "arguments": '{"at":"Bern"}'}
 
 
+@rows(18, 41)
 @lines(92)
 async def test_tools_and_history_are_counted(served: InProcess) -> None:
     body = {
@@ -141,6 +142,7 @@ def ask(gateway: GatewayProcess, messages: list[dict[str, str]], **fields: Any) 
     return httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
 
 
+@rows(55)
 @lines(84, 86, 87)
 @pytest.mark.slow
 def test_the_edge_of_the_context(gateway: GatewayProcess) -> None:
@@ -156,6 +158,7 @@ def test_the_edge_of_the_context(gateway: GatewayProcess) -> None:
     assert ask(gateway, almost).json()["usage"]["completion_tokens"] == 1
 
 
+@rows(55)
 @lines(88)
 def test_the_default_limit_ends_an_answer_that_would_not_end(gateway: GatewayProcess) -> None:
     answer = ask(gateway, [{"role": "user", "content": "Go on."}]).json()

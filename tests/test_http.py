@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 
@@ -131,6 +131,7 @@ def test_the_id_of_a_request_is_kept_when_it_is_harmless(client: httpx.Client) -
     assert client.get("/livez", headers={"x-request-id": "a b\tc"}).headers["x-request-id"] != "a b\tc"
 
 
+@rows(8)
 def test_a_stream_is_not_buffered_on_its_way(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/chat/completions", json=HELLO | {"stream": True}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -208,6 +209,7 @@ def test_openmetrics_is_spoken_to_who_asks_for_it(client: httpx.Client) -> None:
     assert max(engine_bytes, default=0) >= 0
 
 
+@rows(28)
 def test_a_scrape_does_not_load_a_model(engine: str, demo_model: Any, tmp_path: Any) -> None:
     config = {"engine": {"binary": engine}, "models": {MODEL_ID: {"path": str(demo_model), "context": 256}}}
     with running_gateway(config, tmp_path) as own, httpx.Client(base_url=own.url) as client:

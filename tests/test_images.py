@@ -23,7 +23,7 @@ from app.images.fetch import Fetcher
 from app.images.look import picture_of
 from app.protocol import parse_chat_request
 from tests import projector_shapes
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 from tests.gguf_writer import write
@@ -61,6 +61,7 @@ def test_a_picture_is_measured_without_being_decoded() -> None:
         picture_of(data_url(png(640, 480)), max_pixels=640 * 480 - 1, where="x")
 
 
+@rows(57)
 def test_a_bomb_is_refused_by_its_head() -> None:
     with pytest.raises(InvalidValue, match="pixels"):
         picture_of(data_url(png(65535, 65535)), max_pixels=32_000_000, where="x")
@@ -88,6 +89,7 @@ def test_what_is_no_picture(url: str) -> None:
     assert "AAAA" not in caught.value.message
 
 
+@rows(37)
 @pytest.mark.parametrize(
     "url",
     ["file:///etc/passwd", "ftp://example.org/x.png", "/etc/passwd", "javascript:1", "", "FILE:///x", "gopher://x"],
@@ -99,6 +101,7 @@ def test_other_schemes_are_refused(url: str) -> None:
     assert caught.value.param == "messages[0].content[1].image_url.url"
 
 
+@rows(37)
 @lines(59)
 async def test_nothing_is_fetched_unless_it_is_allowed() -> None:
     request = parse_chat_request(orjson.dumps(body_with("http://169.254.169.254/latest/meta-data")))
@@ -172,6 +175,7 @@ def _application(answer: Any) -> web.Application:
     return application
 
 
+@rows(37)
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "2130706433", "0x7f000001", "[::1]", "127.1"])
 async def test_this_machine_is_never_asked_by_whatever_name(name: str) -> None:
     async with _hosting() as host:
@@ -197,6 +201,7 @@ async def test_what_is_not_fetched(path: str, says: str) -> None:
             await Fetcher(max_bytes=5000, is_allowed=lambda address: True).fetch(host.url(path), where="x")
 
 
+@rows(37)
 async def test_each_step_of_a_redirect_is_looked_at() -> None:
     async with _hosting() as host:
         allowed = Fetcher(max_bytes=5000, is_allowed=lambda address: address == "127.0.0.1")
@@ -225,6 +230,7 @@ def seeing(
         yield running
 
 
+@rows(57)
 @lines(93)
 @pytest.mark.parametrize("pictures", [1, 2])
 def test_pictures_are_counted_as_the_engine_does(seeing: GatewayProcess, pictures: int) -> None:

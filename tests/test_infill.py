@@ -11,7 +11,7 @@ import pytest
 
 from app.errors import InvalidValue
 from app.protocol import InfillRequest, infill_request
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.gateway import GatewayProcess, running_gateway
 from tests.random_model import write_random
 from tests.shapes import dense, uniform
@@ -76,6 +76,7 @@ def test_95_more_than_a_batch_is_read_whole_and_more_than_a_context_refused(code
     assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
+@rows(1)
 def test_row_1_the_head_of_the_prefix_counts(coder: GatewayProcess) -> None:
     fields: dict[str, Any] = {"input_suffix": "b", "n_predict": 8, "temperature": 0}
     one, other = (post(coder, input_prefix=head + "a" * 200, **fields).json() for head in ("XYXYXY", "qrqrqr"))

@@ -11,6 +11,7 @@ import pytest
 
 from app.credential import new_key
 from app.logs import configure_logging, redact, request_id
+from tests.checklist import rows
 
 KEY = "lg-" + "Zm9v_YmFy-" * 4
 FOREIGN = "sk-proj-" + "abcDEF123" * 4
@@ -71,6 +72,7 @@ def test_other_text_stays(text: str) -> None:
     assert redact(text) == text
 
 
+@rows(39)
 def test_no_key_in_any_line(configure: Configure) -> None:
     buffer = configure(verbose=True)
     log = logging.getLogger("app.anything")
@@ -87,6 +89,7 @@ def test_no_key_in_any_line(configure: Configure) -> None:
     assert FOREIGN not in lines
 
 
+@rows(39)
 def test_no_key_in_a_traceback(configure: Configure) -> None:
     buffer = configure()
     try:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from app.credential import new_key
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 
@@ -40,6 +40,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert answer._request_id
 
 
+@rows(13)
 @lines(97, 99)
 def test_stream_equals_the_whole_answer_and_has_one_usage_chunk(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL_ID, messages=QUESTION, max_tokens=24, temperature=0)
@@ -60,6 +61,7 @@ def test_stream_equals_the_whole_answer_and_has_one_usage_chunk(client: openai.O
     assert chunks[-1].usage.completion_tokens == 24
 
 
+@rows(13)
 @lines(99)
 def test_stream_without_usage_has_no_chunk_without_choices(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(model=MODEL_ID, messages=QUESTION, max_tokens=8, stream=True))
@@ -124,10 +126,12 @@ def test_models_show_the_real_context(client: openai.OpenAI) -> None:
     assert client.models.retrieve("gpt-4o-mini").id == MODEL_ID
 
 
+@rows(36)
 def test_alias_answers_under_the_public_name(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="gpt-4o-mini", messages=QUESTION, max_tokens=1).model == MODEL_ID
 
 
+@rows(36)
 @lines(53)
 def test_unknown_model(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as failure:
@@ -139,6 +143,7 @@ def test_unknown_model(client: openai.OpenAI) -> None:
         client.models.retrieve("no/such:99b")
 
 
+@rows(1, 56)
 @lines(86)
 @pytest.mark.parametrize("stream", [False, True])
 def test_overflow(client: openai.OpenAI, stream: bool) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from app.credential import new_key
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import MODEL_ID
 from tests.fleet import fake_binary
 from tests.inprocess import Client, InProcess, gateway_in_process
@@ -113,6 +113,7 @@ async def test_a_key_may_do_without_signs_of_life(
     assert b"keep-alive\n\n" not in received
 
 
+@rows(51)
 @lines(109)
 async def test_a_client_that_does_not_read_is_let_go(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path

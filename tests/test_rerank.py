@@ -13,6 +13,7 @@ import pytest
 
 from app.errors import InvalidValue
 from app.protocol import parse_rank_request
+from tests.checklist import rows
 from tests.gateway import GatewayProcess, running_gateway
 from tests.gguf_writer import U32, Tensor
 from tests.random_model import write_random
@@ -83,6 +84,7 @@ def test_the_words_of_text_embeddings_inference(ranker: GatewayProcess) -> None:
     assert all(score["text"] == DOCUMENTS[score["index"]] for score in scores)
 
 
+@rows(1)
 @pytest.mark.parametrize("letters", [CONTEXT_TOKENS - 5, CONTEXT_TOKENS, 10 * CONTEXT_TOKENS])
 def test_row_1_a_document_is_read_whole_or_refused(letters: int, ranker: GatewayProcess) -> None:
     answer = post(ranker, documents=["short", "~" * letters])

@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response
 
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import CONTEXT_TOKENS, MODEL_ID
 from tests.gateway import GatewayProcess
 
@@ -167,6 +167,7 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
 # Refusals
 
 
+@rows(1)
 def test_row_1_a_long_input_loses_nothing_in_silence(client: openai.OpenAI) -> None:
     long = [{"role": "user", "content": "word " * 2000 + "What is the code?"}]
     for stream in (False, True):

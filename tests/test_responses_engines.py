@@ -13,7 +13,7 @@ import openai
 import orjson
 import pytest
 
-from tests.checklist import lines
+from tests.checklist import lines, rows
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway
 from tests.odd_engines import serving_odd_engines
@@ -107,6 +107,7 @@ _BREAKS = {
 }
 
 
+@rows(7)
 @pytest.mark.parametrize(("model", "says"), _BREAKS.items())
 def test_row_7_an_answer_that_breaks_off_never_looks_finished(
     fakes: GatewayProcess, model: str, says: tuple[int, str]
@@ -130,6 +131,7 @@ def test_row_7_an_answer_that_breaks_off_never_looks_finished(
     )
 
 
+@rows(7)
 @pytest.mark.parametrize(("model", "says"), _BREAKS.items())
 @pytest.mark.slow
 def test_row_7_the_sdk_raises(client: openai.OpenAI, model: str, says: tuple[int, str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.checklist import rows
 from tests.conftest import MODEL_ID
 from tests.inprocess import InProcess, gateway_in_process
 
@@ -138,6 +139,7 @@ def compare(ledger: Ledger, log: dict[str, dict[str, Any]]) -> None:
         assert log[request_id]["generated_tokens"] == log[request_id]["prompt_tokens"] == 0
 
 
+@rows(29)
 @pytest.mark.parametrize("requests", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 @pytest.mark.slow
 async def test_counters_equal_the_truth_and_survive_the_engine(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.protocol import EventTooLong, SSESplitter, Timings, Usage, UsageMeter, event_data
-from tests.checklist import lines
+from tests.checklist import lines, rows
 
 _quick = hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
 _PLACES = st.lists(st.integers(0, 1_000_000), max_size=12)
@@ -83,6 +83,7 @@ def _feed(meter: UsageMeter, data: bytes, places: list[int]) -> bytes:
     return b"".join(meter.feed(part) for part in _cut(data, places))
 
 
+@rows(32)
 @given(_PLACES)
 @_quick
 def test_with_usage_the_bytes_are_the_engines(places: list[int]) -> None:
