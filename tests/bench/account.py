@@ -51,14 +51,20 @@ def _chunks(account: Account, meter: UsageMeter) -> Callable[[int], None]:
     return work
 
 
-def main() -> None:
-    """Print both."""
+def costs(*, requests: int = _REQUESTS, chunks: int = _CHUNKS) -> tuple[float, float]:
+    """Microseconds per request and per chunk."""
     metrics, meter = Metrics(), UsageMeter(keep_usage=False)
     meter.events, meter.usage, meter.timings = 65, Usage(100, 64, 50), Timings(900.0, 40.0)
     account = Account(metrics, model_id="m", key="alice", endpoint="chat")
     account.first_token = 1.0
-    print(f"{_best(_requests(metrics, meter), _REQUESTS):.1f} us per request, everything counted")
-    print(f"{_best(_chunks(account, meter), _CHUNKS):.2f} us per chunk")
+    return _best(_requests(metrics, meter), requests), _best(_chunks(account, meter), chunks)
+
+
+def main() -> None:
+    """Print both."""
+    per_request, per_chunk = costs()
+    print(f"{per_request:.1f} us per request, everything counted")
+    print(f"{per_chunk:.2f} us per chunk")
 
 
 if __name__ == "__main__":
