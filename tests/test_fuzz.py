@@ -26,7 +26,8 @@ from tests.gateway import GatewayProcess, is_alive, running_gateway
 _BODIES = int(os.environ.get("GATEWAY_TEST_FUZZ", "500"))
 _PATHS = (
     *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/completions", "/v1/embeddings", "/v1/rerank"),
+    *("/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/chat/completions/input_tokens"),
+    *("/completion", "/infill", "/tokenize", "/detokenize", "/apply-template"),
 )
 _TYPED = (502, 503, 504)
 _PATIENCE_SECONDS = 1.0
@@ -54,14 +55,23 @@ _WORDS = """
 model messages input role content type text stream max_tokens max_output_tokens n prompt query documents tools
 tool_choice function name parameters response_format json_schema schema stop temperature top_p seed logprobs
 top_logprobs stream_options include_usage system logit_bias chat_template_kwargs reasoning_effort thinking
-instructions metadata tool_calls tool_call_id
+instructions metadata tool_calls tool_call_id input_prefix input_suffix input_extra n_predict content tokens filename
 """
 _NAMES = tuple(_WORDS.split())
 
 
+# What the other routes want, of each body some.
+_FURTHER: dict[str, Any] = {
+    **dict.fromkeys(("input", "prompt", "query", "content", "input_prefix"), "Hi."),
+    "documents": ["a", "b"],
+    "tokens": [1, 2],
+    "input_extra": [{"text": "x", "filename": "a.py"}],
+}
+
+
 def _mutated(random_: random.Random) -> Any:
     """A good body with a few things put where they do not belong."""
-    body: Any = _plain() | ({"input": "Hi."} if random_.random() < 0.5 else {})
+    body: Any = _plain() | {name: value for name, value in deepcopy(_FURTHER).items() if random_.random() < 0.5}
     for _ in range(random_.randint(1, 4)):
         place: Any = body
         while isinstance(place, dict | list) and place and random_.random() < 0.6:
