@@ -178,6 +178,12 @@ def test_a_shared_pool_is_never_overbooked() -> None:
         await asyncio.gather(*tasks)
         # What fits the model goes alone, whatever the pool's size is.
         await service.ask("a", Demand(900, 200))
+        # What goes to the engine in parts never holds more than one of them.
+        parts = [asyncio.create_task(service.ask("a", Demand(3000, 0, most_at_once=500))) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        assert (service.scheduler.in_flight(MODEL), service.scheduler.held_tokens(MODEL)) == (2, 1000)
+        await asyncio.gather(*parts)
+        assert service.scheduler.held_tokens(MODEL) == 0
 
     run_virtually(scenario())
 

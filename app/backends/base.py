@@ -28,6 +28,10 @@ class Backend(Protocol):
         """Requests that it answers at once."""
 
     @property
+    def pool_tokens(self) -> int | None:
+        """Tokens that all its slots share; None where each has cells of its own."""
+
+    @property
     def counter(self) -> TokenCounter:
         """Counts prompts against the real context of a slot."""
 

@@ -24,7 +24,7 @@ from app.backends.departure import Departure, landed
 from app.backends.faults import engine_fault, read_object
 from app.backends.liveness import Flight, Liveness, Patience
 from app.engine.binary import EngineBinary
-from app.engine.command import Endpoint, build_argv, child_environment
+from app.engine.command import Endpoint, build_argv, child_environment, shares_cells
 from app.engine.process import EngineExit, EngineProcess, LaunchSpec, State
 from app.engine.records import INSTANCE_VARIABLE
 from app.engine.report import MeasuredMemory
@@ -65,6 +65,9 @@ class _EngineReply:
 
 class LocalBackend:
     """A supervised llama-server. ``start`` makes it ready, ``close`` leaves nothing behind."""
+
+    # What the engine says of its cells, where its slots share them.
+    pool_tokens: int | None = None
 
     def __init__(
         self,
@@ -307,8 +310,9 @@ class LocalBackend:
             models = await self._ask("/v1/models")
             self.slots = int(properties["total_slots"])
             context_tokens = int(properties["default_generation_settings"]["n_ctx"])
-            if self.plan.wish.embedding:
-                # Slots that share a pool each say that it is theirs.
+            if shares_cells(self.process.spec.argv):
+                # Each of the slots says that the whole pool is its own.
+                self.pool_tokens = context_tokens
                 context_tokens = min(context_tokens, self.plan.placement.cells)
             meta = models["data"][0]["meta"]
             vocabulary_type = int(meta.get("vocab_type") or 0)

@@ -101,6 +101,7 @@ class RemoteBackend:
         rules: RemoteRules | None = None,
     ) -> None:
         self.slots = slots
+        self.pool_tokens: int | None = None  # it looks after that itself
         # It has other clients than us.
         self.chooses_slots = True
         # What it cannot take in it says itself.

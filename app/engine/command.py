@@ -12,7 +12,7 @@ from app.engine.flags import FLAGS, CommandLine, check_extra_args, extra_flags
 from app.errors import ConfigError, EngineUnusable
 from app.offload import OffloadPlan
 
-__all__ = ["Endpoint", "build_argv", "child_environment"]
+__all__ = ["Endpoint", "build_argv", "child_environment", "shares_cells"]
 
 # Nobody can own this origin, so no page is ever let in; an empty list would mean "everybody".
 _NO_ORIGIN = "https://gateway.invalid"
@@ -152,6 +152,11 @@ def _cache_layout(plan: OffloadPlan, engine: EngineBinary) -> str:
     a cosine of 0.83 to the right vector), and in a pool it does not. No text is longer than its share there.
     """
     return "unified_kv" if plan.wish.embedding and engine.kind == "embedded" else "split_kv"
+
+
+def shares_cells(argv: Sequence[str]) -> bool:
+    """Whether an engine started so has one pool of cells for all its slots."""
+    return not set(FLAGS["unified_kv"].spellings).isdisjoint(argv)
 
 
 def _add_kind(line: CommandLine, plan: OffloadPlan) -> None:

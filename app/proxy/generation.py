@@ -60,7 +60,7 @@ class Generation:
         model, key, parts = self._model, self._key, self._parts
         if isinstance(self._request, ChatRequest) and self._request.media:
             self._request = await parts.images.inlined(self._request)
-        admission, slots = await self._once_more(self._count)
+        admission, slots, pool_tokens = await self._once_more(self._count)
         # In the queue the model is not in use: another one's turn may come between.
         async with (
             parts.quota.reserve(key.name, key.limits, tokens=admission.tokens) as self._reservation,
@@ -71,7 +71,7 @@ class Generation:
                 max_queue=model.max_queue,
                 slots=self._request.slots_at_once(slots),
                 demand=self._demand(admission),
-                rules=_rules(model),
+                rules=_rules(model, pool_tokens),
             ) as self._lease,
         ):
             self._account.queue_seconds = self._lease.waited_seconds
@@ -125,8 +125,8 @@ class Generation:
         self._meter = self._new_meter()
         return await work()
 
-    async def _count(self) -> tuple[Admission, int]:
-        """What the prompt takes, and how many slots there are."""
+    async def _count(self) -> tuple[Admission, int, int | None]:
+        """What the prompt takes, how many slots there are, and how many tokens they share."""
         model, key, asked = self._model, self._key, time.monotonic()
         async with self._parts.supervisor.use(model) as backend:
             self._account.entered(asked)
@@ -139,7 +139,7 @@ class Generation:
                 ceiling_tokens=_lesser(model.max_tokens_ceiling, key.max_tokens_ceiling),
                 exact=self._ask.exact or key.limits.counts_tokens,
             )
-            return self._admission, backend.slots
+            return self._admission, backend.slots, backend.pool_tokens
 
     def _demand(self, admission: Admission) -> Demand:
         key = self._key
@@ -279,9 +279,10 @@ def _lesser(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _rules(model: ModelConfig) -> Rules:
+def _rules(model: ModelConfig, pool_tokens: int | None) -> Rules:
     return Rules(
         max_queue_per_key=model.max_queue_per_key,
+        pool_tokens=pool_tokens,
         long_prompt_tokens=model.long_prompt_tokens,
         long_prefills=model.long_prefills,
     )

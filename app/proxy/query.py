@@ -43,7 +43,7 @@ class Query:
     async def run(self, outlet: Outlet) -> None:
         """Measure, reserve, wait for slots, ask; raises GatewayError."""
         model, key, parts = self._model, self._key, self._parts
-        sizes, slots, context_tokens = await self._measure()
+        sizes, slots, context_tokens, pool_tokens = await self._measure()
         wanted = min(len(sizes.tokens), slots)
         async with (
             parts.quota.reserve(key.name, key.limits, tokens=sizes.total) as reservation,
@@ -53,9 +53,10 @@ class Query:
                 capacity=slots,
                 max_queue=model.max_queue,
                 slots=wanted,
-                demand=self._demand(sizes),
+                demand=self._demand(sizes, context_tokens),
                 rules=Rules(
                     max_queue_per_key=model.max_queue_per_key,
+                    pool_tokens=pool_tokens,
                     long_prompt_tokens=model.long_prompt_tokens,
                     long_prefills=model.long_prefills,
                 ),
@@ -90,13 +91,13 @@ class Query:
     def _read_tokens(self) -> int:
         return sum(part.tokens for part in self._answers)
 
-    def _demand(self, sizes: Sizes) -> Demand:
+    def _demand(self, sizes: Sizes, context_tokens: int) -> Demand:
         key = self._key
         urgency = self._preferences.urgency or (Urgency.BATCH if key.is_batch else Urgency.INTERACTIVE)
-        return Demand(sizes.total, 0, key.weight, urgency, self._model.max_wait_seconds)
+        return Demand(sizes.total, 0, key.weight, urgency, self._model.max_wait_seconds, most_at_once=context_tokens)
 
-    async def _measure(self) -> tuple[Sizes, int, int]:
-        """Tokens of each input with what goes beside it, the slots, and the context of one of them."""
+    async def _measure(self) -> tuple[Sizes, int, int, int | None]:
+        """Tokens of each input with what goes beside it, the slots, the context of one, and what all of them share."""
         question, asked = self._question, time.monotonic()
         exact = self._key.limits.counts_tokens
         async with self._parts.supervisor.use(self._model) as backend:
@@ -107,7 +108,7 @@ class Query:
                 beside = (await counter.sizes([question.beside], field="query", exact=exact)).longest
             sizes = await counter.sizes(question.inputs, field=question.field, beside=beside, exact=exact)
             each = tuple(tokens + beside for tokens in sizes.tokens)
-            return Sizes(each, sizes.exact), backend.slots, counter.context_tokens
+            return Sizes(each, sizes.exact), backend.slots, counter.context_tokens, backend.pool_tokens
 
     async def _ask(self, ranges: Iterator[range]) -> None:
         for inputs in ranges:

@@ -17,7 +17,8 @@ class Urgency(IntEnum):
 class Demand:
     """Tokens of the prompt and of all answers as reserved, and what the key may ask for.
 
-    ``weight`` is the key's share against other keys; ``deadline_seconds`` the longest time to wait.
+    ``weight`` is the key's share against other keys; ``deadline_seconds`` the longest time to wait; ``most_at_once``
+    the most tokens that are in the engine at a time, where the request goes there in parts.
     """
 
     prompt_tokens: int = 0
@@ -25,11 +26,17 @@ class Demand:
     weight: float = 1.0
     urgency: Urgency = Urgency.INTERACTIVE
     deadline_seconds: float | None = None
+    most_at_once: int | None = None
 
     @property
     def tokens(self) -> int:
         """What the request costs its key; at least 1, so that turns are taken without any count."""
         return max(1, self.prompt_tokens + self.answer_tokens)
+
+    @property
+    def held_tokens(self) -> int:
+        """What it takes of a pool that all slots share."""
+        return self.tokens if self.most_at_once is None else min(self.tokens, self.most_at_once)
 
 
 @dataclass(frozen=True, slots=True)

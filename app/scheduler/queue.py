@@ -69,7 +69,7 @@ class Queue:
     def release(self, waiter: Waiter, *, is_prefilled: bool) -> None:
         """Give slots back and grant them to whose turn it is."""
         self._occupy(-waiter.slots)
-        self.held_tokens -= waiter.demand.tokens
+        self.held_tokens -= waiter.demand.held_tokens
         if not is_prefilled:
             self.prefilled(waiter, serve=False)
         self._serve()
@@ -126,7 +126,7 @@ class Queue:
             return False
         pool = self.rules.pool_tokens
         # What was admitted fits an empty pool.
-        return pool is None or self.held_tokens == 0 or self.held_tokens + waiter.demand.tokens <= pool
+        return pool is None or self.held_tokens == 0 or self.held_tokens + waiter.demand.held_tokens <= pool
 
     def _is_long(self, waiter: Waiter) -> bool:
         return waiter.demand.prompt_tokens >= self.rules.long_prompt_tokens
@@ -138,7 +138,7 @@ class Queue:
 
     def _take(self, waiter: Waiter) -> None:
         self._occupy(waiter.slots)
-        self.held_tokens += waiter.demand.tokens
+        self.held_tokens += waiter.demand.held_tokens
         self.long_prefills += self._is_long(waiter)
 
     def _withdraw(self, waiter: Waiter) -> None:
