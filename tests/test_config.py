@@ -109,7 +109,7 @@ _MISPLACED = {
 def test_of_every_key_it_is_known_what_models_it_is_for() -> None:
     """A new key is for all, or named among those of our engines, or among those of other servers."""
     both = {"path", "url", "aliases", "context", "parallel", "max_tokens", "max_tokens_ceiling", "on_overflow"}
-    both |= {"max_queue", "kind"}
+    both |= {"max_queue", "kind", "round_prompt_times"}
     assert both | {*OF_OUR_ENGINES, *OF_A_REMOTE} == set(ModelEntry.model_fields)
 
 

@@ -52,6 +52,7 @@ class ModelConfig:
     draft_head: bool = False
     kind: ModelKind = "auto"
     allow_smaller_context: bool = False
+    round_prompt_times: bool = False
     idle_unload_seconds: float | None = None
     pin: bool = False
     preload: bool = False
@@ -119,6 +120,7 @@ def _complete(name: str, entry: ModelEntry, defaults: Defaults) -> ModelConfig:
         cpu_moe_layers=fixed.cpu_moe_layers,
         require_gpu=entry.require_gpu,
         allow_smaller_context=entry.allow_smaller_context,
+        round_prompt_times=entry.round_prompt_times,
         extra_args=entry.extra_args,
         idle_unload_seconds=_idle_unload(entry, defaults),
         pin=entry.pin,

@@ -197,6 +197,7 @@ class ModelEntry(_Section):
     max_tokens: Tokens | None = None
     max_tokens_ceiling: Tokens | None = None
     on_overflow: OnOverflow | None = None
+    round_prompt_times: bool = False
     max_queue: Integer | None = Field(default=None, ge=0, le=100_000)
     kind: ModelKind = "auto"
     kv_cache: KVCache = "auto"

@@ -18,6 +18,7 @@ from app.protocol.question import Part, Question
 from app.protocol.ranking import RankRequest, parse_rank_request
 from app.protocol.sse import EventTooLong, SSESplitter, event_data
 from app.protocol.usage import Timings, Usage, UsageMeter
+from app.protocol.volatile import with_rounded_times
 
 __all__ = [
     "Abilities",
@@ -65,4 +66,5 @@ __all__ = [
     "prompts_of",
     "template_request",
     "tokenize_request",
+    "with_rounded_times",
 ]

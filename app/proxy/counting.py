@@ -7,7 +7,7 @@ from collections.abc import Callable
 from app.backends import Backend
 from app.config import ModelConfig
 from app.errors import EngineGone, GatewayError
-from app.protocol import ChatRequest
+from app.protocol import ChatRequest, with_rounded_times
 from app.proxy.outlet import Headers, Outlet
 from app.proxy.parts import Parts
 
@@ -48,6 +48,8 @@ class Counting:
         async with self._parts.supervisor.use(self._model) as self._backend:
             # As it would be sent.
             request, _ = self._request.adapted(self._backend.abilities)
+            if self._model.round_prompt_times:
+                request, _ = with_rounded_times(request)
             return await self._backend.counter.count(request)
 
     def silence_headers(self) -> Headers | None:

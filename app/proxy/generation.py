@@ -13,7 +13,7 @@ from app.backends import Backend, Departure, Reply
 from app.backends.faults import fault_of
 from app.config import ModelConfig
 from app.errors import EngineGone, GatewayError, UpstreamFailed
-from app.protocol import Answer, Ask, ChatRequest, EventTooLong, StreamRendering, Usage, UsageMeter
+from app.protocol import Answer, Ask, ChatRequest, EventTooLong, StreamRendering, Usage, UsageMeter, with_rounded_times
 from app.proxy.account import Account
 from app.proxy.outlet import Headers, Outlet
 from app.proxy.parts import Parts
@@ -132,6 +132,9 @@ class Generation:
             self._account.entered(asked)
             self._backend = backend
             request, self._notes = self._request.adapted(backend.abilities)
+            if model.round_prompt_times and isinstance(request, ChatRequest):
+                request, rounded = with_rounded_times(request)
+                self._notes = self._notes + rounded
             self._admission = await backend.counter.admit(
                 request,
                 default_max_tokens=model.max_tokens,
