@@ -24,8 +24,8 @@ _PREFLIGHT_SECONDS = 600
 _EXPOSED = (
     "retry-after, x-request-id, x-should-retry, x-context-limit, x-context-prompt-tokens, x-context-remaining, "
     "x-context-count, x-context-clamped, x-context-trimmed, x-context-warning, x-prompt-rounded, "
-    "x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
-    "x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+    "x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, "
+    "x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )
 
 
