@@ -224,6 +224,10 @@ class RequestTimeout(RequestError):
     code = "request_timeout"
     should_retry = False
 
+    def headers(self) -> dict[str, str]:
+        """Nothing may follow on a connection whose request never ended: without this it would stay open."""
+        return super().headers() | {"connection": "close"}
+
 
 class BodyTooLarge(RequestError):
     """The body is over ``server.max_body``."""

@@ -12,6 +12,8 @@ import orjson
 import pytest
 import uvicorn
 
+from app.api.error_answer import error_response
+from app.errors import RequestTimeout
 from app.http_server import MAX_HEAD_BYTES, MAX_URL_BYTES, GatewayProtocol
 from tests.checklist import lines
 
@@ -22,13 +24,16 @@ class Impatient(GatewayProtocol):
 
 @dataclass
 class Application:
-    """Answers ``/whole`` at once and ``/slow`` in parts until it is left; takes note of both."""
+    """Answers ``/whole`` at once and ``/slow`` in parts until it is left, ``/late`` as one that has waited enough."""
 
     started: list[str] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         self.started.append(scope["path"])
+        if scope["path"] == "/late":
+            await error_response(scope, RequestTimeout("The body did not arrive."))(scope, receive, send)
+            return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
         await send({"type": "http.response.body", "body": b"part;", "more_body": True})
         if scope["path"] == "/slow":
@@ -125,6 +130,14 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         answer = await ask(port, first + b"GET /two HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
     assert answer.count(b"HTTP/1.1 200 ") == 2
     assert application.started == ["/one", "/two"]
+
+
+async def test_a_body_that_does_not_come_ends_the_connection() -> None:
+    async with served() as (_, port):
+        answer = await ask(port, b"POST /late HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    # Said, and not left to the limit for idle connections.
+    assert b"\r\nconnection: close\r\n" in answer
 
 
 @lines(35)

@@ -82,9 +82,9 @@ def answers(port: int, *, path: str = "/health", headers: Mapping[str, str] | No
         connection.close()
 
 
-def completes(target: Target) -> bool:
+def completes(target: Target, model: str = MODEL) -> bool:
     """One small chat completion: whatever starts on demand has started after it."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     headers = {"Content-Type": "application/json", **target.headers}
     return answers(target.port, path="/v1/chat/completions", headers=headers, body=json.dumps(body))
 
