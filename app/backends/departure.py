@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from app.engine.releases import Releases
+from app.errors import EngineGone
 
 # An engine in the middle of a batch hears of it only afterwards; nobody waits longer for its last word.
 _LAST_WORD_SECONDS = 1.0
@@ -27,7 +28,7 @@ class Departure:
 
     async def let_go(self, response: aiohttp.ClientResponse, releases: Releases) -> None:
         """Close the engine's socket and wait until it has freed the slot."""
-        with suppress(aiohttp.ClientError):
+        with suppress(aiohttp.ClientError, OSError):
             self.unread = response.content.read_nowait()
         is_over = response.status != 200 or response.content.at_eof() or b"[DONE]" in self.unread
         if self.slot is None or is_over:
@@ -42,7 +43,7 @@ class Departure:
 
 async def landed(start: asyncio.Task[aiohttp.ClientResponse]) -> aiohttp.ClientResponse | None:
     """The response that was on its way when the client left; None when it does not come."""
-    with suppress(TimeoutError, aiohttp.ClientError, OSError):
+    with suppress(TimeoutError, aiohttp.ClientError, OSError, EngineGone):
         async with asyncio.timeout(_LAST_WORD_SECONDS):
             return await start
     return None
