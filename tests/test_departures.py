@@ -122,7 +122,7 @@ async def test_departures_leak_nothing(served: InProcess, departures: int) -> No
     await first.close()
     await settled(served)
     tasks, files = len(asyncio.all_tasks()), psutil.Process().num_fds()
-    choose, left = random.Random(0), 0
+    choose, left, free = random.Random(0), 0, list[bool]()
     while left < departures:
         storm = min(STORM, departures - left)
         async with asyncio.TaskGroup() as group:
@@ -131,12 +131,14 @@ async def test_departures_leak_nothing(served: InProcess, departures: int) -> No
         left += storm
         await engine_worked_off(served)
         if BY_HAND:
-            await a_slot_is_free_at_once(served, choose)
+            free.append(await is_free_at_once(served, choose))
+            await engine_worked_off(served)
     await settled(served)
     assert len(asyncio.all_tasks()) == tasks
     assert psutil.Process().num_fds() <= files + 2
     assert served.gateway.scheduler.in_flight(MODEL_ID) == 0
     assert served.gateway.scheduler.waiting(MODEL_ID) == 0
+    assert all(free), f"{free.count(False)} of {len(free)} slots were busy {FREE_SECONDS} s after their client left"
 
 
 async def depart(served: InProcess, choose: random.Random, times: int) -> None:
@@ -162,7 +164,7 @@ async def engine_worked_off(served: InProcess) -> None:
             await asyncio.sleep(IDLE_SECONDS)
 
 
-async def a_slot_is_free_at_once(served: InProcess, choose: random.Random) -> None:
+async def is_free_at_once(served: InProcess, choose: random.Random) -> bool:
     """One departure by itself, in the prompt or in the answer: the engine is asked once, at the deadline."""
     client = await served.send(messages=choose.choice([SHORT, LONG]), stream=True, max_tokens=2000)
     await leases_become(served, 1)
@@ -170,7 +172,7 @@ async def a_slot_is_free_at_once(served: InProcess, choose: random.Random) -> No
     await client.close()
     await leases_become(served, 0)
     await asyncio.sleep(FREE_SECONDS)
-    assert await served.backend.busy_slots() == 0
+    return await served.backend.busy_slots() == 0
 
 
 async def leases_become_any(served: InProcess) -> None:
