@@ -82,6 +82,21 @@ def test_the_example_shows_the_defaults(tmp_path: Path) -> None:
     assert Defaults(**shown["defaults"]) == silent.defaults
 
 
+# Limits of keys
+
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "requests_per_day", "tokens_per_day", "gpu_seconds_per_day")
+
+
+@pytest.mark.parametrize("limit", [*_LIMITS, "concurrent"])
+def test_a_limit_is_a_whole_number_from_nothing_on(write: Write, limit: str) -> None:
+    text = f'keys:\n  - name: a\n    hash: "sha256:{"0" * 64}"\n    {limit}: '
+    for value in ("-1", "1.5", "true", ".nan", str(1 << 60), "many"):
+        file = write(text + value)
+        assert f"{file}:4: keys[0].{limit}: " in refusal_of(file), value
+    for number in (0, 1, (1 << 32) + 2):
+        assert getattr(load_settings(write(text + str(number))).keys[0], limit) == number
+
+
 # Models elsewhere
 
 
