@@ -23,8 +23,8 @@ MODEL_ID = "vectors"
 
 @pytest.fixture(scope="session")
 def vectors(engine: str, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """A gateway whose only model makes embeddings."""
-    model = {"path": str(demo_model), "kind": "embedding", "context": CONTEXT_TOKENS, "parallel": 2}
+    """A gateway whose only model makes embeddings, of as many at once as no power of two divides."""
+    model = {"path": str(demo_model), "kind": "embedding", "context": CONTEXT_TOKENS, "parallel": 3}
     config = {"engine": {"binary": engine}, "memory": {"ram_reserve": "256MiB"}, "models": {MODEL_ID: model}}
     with running_gateway(config, tmp_path_factory.mktemp("vectors")) as running:
         yield running

@@ -88,6 +88,13 @@ def test_a_text_of_the_whole_context_is_one_batch(tmp_path: Path) -> None:
         assert plan.placement.cache_ram_mib == 0
 
 
+def test_each_slot_has_as_much_of_the_batch(tmp_path: Path) -> None:
+    facts = facts_of(tmp_path)
+    wish = replace(wish_for(model("embedding"), Settings().memory, facts), parallel=3)
+    placement = plan_offload(facts, machine(), wish).placement
+    assert placement.batch == placement.ubatch == 1026
+
+
 def test_the_batch_is_paid_for(tmp_path: Path) -> None:
     facts = facts_of(tmp_path)
     chat, embedding = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from app.errors import ContextAboveTrained, DoesNotFit, ModelFileError
@@ -99,8 +100,10 @@ def _context(model: MemoryModel, wish: Wish) -> int:
 def _batches(machine: Machine, wish: Wish, context: int) -> tuple[int, int]:
     """An embedding needs its whole text in one ubatch; on a CPU a batch is what a cancelled request waits for."""
     if wish.embedding:
-        # A slot has that many cells, so no text that it takes is longer.
-        return padded(context), padded(context)
+        # A slot has that many cells, so no text that it takes is longer. The engine sizes the graph of pooled vectors
+        # for as many tokens of each sequence, and aborts at load where they do not divide the batch.
+        size = math.ceil(padded(context) / wish.parallel) * wish.parallel
+        return size, size
     return (_DEVICE_BATCH, DEVICE_UBATCH) if machine.devices else (_CPU_BATCH, _CPU_BATCH)
 
 
