@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -177,7 +178,8 @@ def test_an_agent_calls_its_tool_and_answers(native_engine: Path | None, demo_mo
         printed = _run(sys.executable, "-W", "error", "example.py", folder=tmp_path).stdout
     answer, usage = printed.rstrip().rsplit("\n", 1)
     assert len(answer) > 10
-    assert "requests=2, tool_calls=1" in usage
+    # A small model may call it twice at once.
+    assert re.search(r"requests=2, tool_calls=[12]\b", usage)
 
 
 @pytest.mark.slow

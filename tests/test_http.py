@@ -51,7 +51,6 @@ UNKNOWN = [
     "/slots",
     "/props",
     "/v1/stream",
-    "/completion",
     "/docs",
 ]
 

@@ -47,6 +47,14 @@ def test_half_the_own_speed_over_five_answers_is_slow_and_the_reason_has_the_fig
     assert "usually 39.9" in detector.findings[Slowdown.DECODE_SPEED]
 
 
+def test_what_was_learned_before_the_first_look_counts() -> None:
+    detector = Detector()
+    answers(detector, *[40] * 8)
+    detector.begin(1, "placement")
+    answers(detector, *[15] * 5)
+    assert detector.findings
+
+
 def test_it_is_over_when_most_answers_are_fast_again_and_not_before() -> None:
     detector = taught(40)
     answers(detector, *[15] * 5)

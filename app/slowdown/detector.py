@@ -79,8 +79,10 @@ class Detector:
         self._looks.clear()
         self._findings.pop(Slowdown.PAGE_FAULTS, None)
         self._findings.pop(Slowdown.VRAM_SPILL, None)
-        if placement != self._placement:
-            self._placement = placement
+        # What was learned before the first look was learned of this engine.
+        is_other = self._placement is not None and placement != self._placement
+        self._placement = placement
+        if is_other:
             self._learning.clear()
             self._bases.clear()
             self._ratios.clear()
