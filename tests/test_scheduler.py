@@ -148,7 +148,7 @@ async def test_keys_take_turns() -> None:
         house.enter(key)
         await turn()
     await house.drain()
-    assert house.served == ["flood0", "flood1", "x0", "y0", "flood2", "x1", "flood3", "flood4"]
+    assert house.served == ["flood0", "x0", "y0", "flood1", "x1", "flood2", "flood3", "flood4"]
 
 
 async def test_a_freed_slot_goes_to_who_waits_not_to_who_comes() -> None:

@@ -75,14 +75,15 @@ def test_a_flood_does_not_drown_a_trickle(trickle: Demand, pause_seconds: float)
 
 @pytest.mark.parametrize("weights", [{"a": 1, "b": 1}, {"a": 1, "b": 3}, {"a": 1, "b": 2, "c": 5}])
 @pytest.mark.parametrize("surplus", [1, 4])
-def test_shares_follow_the_weights(weights: dict[str, int], surplus: int) -> None:
-    """Keys ask for answers of different lengths, and one of them uses only a part of what it reserves."""
+@pytest.mark.parametrize("wasteful", ["a", "abc"])
+def test_shares_follow_the_weights(weights: dict[str, int], surplus: int, wasteful: str) -> None:
+    """Keys ask for answers of different lengths, and some use only a part of what they reserve."""
 
     async def scenario() -> None:
         service, choose = Service(), random.Random(2)
 
         async def keep_asking(key: str) -> None:
-            part = surplus if key == "a" else 1
+            part = surplus if key in wasteful else 1
             while True:
                 answer = choose.randint(5, 25) * (2 if key == "b" else 1)
                 await service.ask(key, Demand(0, answer * part, weight=weights[key]), answer_tokens=answer)
@@ -130,7 +131,7 @@ def test_interactive_goes_before_batch_within_a_key_only() -> None:
             rest.append(asyncio.create_task(service.ask(key, wish, name=name)))
             await asyncio.sleep(0)
         await asyncio.gather(first, *rest)
-        assert service.order == ["a", "a-now", "b-batch", "a-batch-0", "a-batch-1"]
+        assert service.order == ["a", "b-batch", "a-now", "a-batch-0", "a-batch-1"]
 
     run_virtually(scenario())
 

@@ -47,6 +47,7 @@ class Queue:
         """Returns with the slots taken; a cancelled waiter leaves nothing behind."""
         waiter = Waiter(key, slots, demand, next(self._numbers), asyncio.get_running_loop().create_future())
         if self._turns.next(self._may_start) is None and self._fits(waiter) and self._may_start(waiter):
+            self._turns.pass_by(waiter)
             self._take(waiter)
             return waiter
         self._refuse_what_is_too_much(waiter, max_queue)

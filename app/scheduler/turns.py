@@ -31,8 +31,9 @@ class Waiter:
 class Turns:
     """Deficit round robin with a quantum of one token: the key served least for its weight is next, then pays.
 
-    A key's ``paid`` runs ahead of the common ``level`` by what it has had too much; a key that comes back is never
-    behind the level, so that idling saves nothing up (start-time fair queueing, Goyal, Vin and Cheng 1996).
+    A key's ``paid`` is what it has had for its weight. One that comes to wait begins at the ``level`` of those that do,
+    so that idling saves nothing up (start-time fair queueing, Goyal, Vin and Cheng 1996). While it waits it may fall
+    behind the level: it is given back what it had reserved and did not use.
     """
 
     waiting: OrderedDict[str, list[Waiter]] = field(default_factory=OrderedDict)
@@ -51,13 +52,15 @@ class Turns:
 
     def add(self, waiter: Waiter) -> None:
         """Queue it behind what its own key finds as urgent."""
+        if waiter.key not in self.waiting:
+            self._join(waiter.key)
         queue = self.waiting.setdefault(waiter.key, [])
         insort(queue, waiter, key=lambda one: (one.demand.urgency, one.number))
 
     def next(self, may_start: Callable[[Waiter], bool]) -> Waiter | None:
         """The next in turn of those that may start now."""
         candidates = (next(filter(may_start, queue), None) for queue in self.waiting.values())
-        return min(filter(None, candidates), key=lambda waiter: self._start(waiter.key), default=None)
+        return min(filter(None, candidates), key=lambda waiter: self.paid[waiter.key], default=None)
 
     def remove(self, waiter: Waiter) -> bool:
         """Take it out without having been served; whether it was there."""
@@ -71,15 +74,24 @@ class Turns:
 
     def serve(self, waiter: Waiter) -> None:
         """Take it out; its key pays and goes to the end of those that have had as much."""
-        self.level = self._start(waiter.key)
-        self.paid[waiter.key] = self.level + waiter.demand.tokens / waiter.demand.weight
+        self._pay(waiter)
         if self.remove(waiter) and waiter.key in self.waiting:
             self.waiting.move_to_end(waiter.key)
+
+    def pass_by(self, waiter: Waiter) -> None:
+        """It need not wait, but pays."""
+        if waiter.key not in self.waiting:
+            self._join(waiter.key)
+        self._pay(waiter)
 
     def give_back(self, key: str, demand: Demand, unused_tokens: int) -> None:
         """The key paid for more than it has had."""
         if key in self.paid:
             self.paid[key] -= unused_tokens / demand.weight
 
-    def _start(self, key: str) -> float:
-        return max(self.level, self.paid.get(key, 0.0))
+    def _join(self, key: str) -> None:
+        self.paid[key] = max(self.level, self.paid.get(key, 0.0))
+
+    def _pay(self, waiter: Waiter) -> None:
+        self.level = max(self.level, min(self.paid[key] for key in (waiter.key, *self.waiting)))
+        self.paid[waiter.key] += waiter.demand.tokens / waiter.demand.weight
