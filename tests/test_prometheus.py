@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,9 @@ import yaml
 from app.credential import new_key
 from tests.conftest import MODEL_ID
 from tests.gateway import GatewayProcess, running_gateway, wait_until
+
+# Two minutes are the whole measure.
+_LOAD_SECONDS = float(os.environ.get("GATEWAY_TEST_LOAD_SECONDS", "60"))
 
 pytestmark = pytest.mark.any_engine
 
@@ -196,7 +200,7 @@ def unanswered(server: Prometheus, asked: Mapping[str, str]) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("promtool")
-def test_every_query_returns_a_series_during_two_minutes_of_load(
+def test_every_query_returns_a_series_as_long_as_there_is_load(
     one_engine: str, demo_model: Path, tmp_path: Path
 ) -> None:
     key, key_hash = new_key()
@@ -205,7 +209,7 @@ def test_every_query_returns_a_series_during_two_minutes_of_load(
         prometheus_over(gateway, tmp_path / "prometheus") as server,
         under_load(gateway, key),
     ):
-        ends, missing = time.monotonic() + 120, queries()
+        ends, missing = time.monotonic() + _LOAD_SECONDS, queries()
         while missing and time.monotonic() < ends:
             missing = unanswered(server, missing)
         assert not missing

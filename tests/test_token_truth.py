@@ -140,7 +140,7 @@ def compare(ledger: Ledger, log: dict[str, dict[str, Any]]) -> None:
 
 
 @rows(29)
-@pytest.mark.parametrize("requests", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("requests", [20, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 @pytest.mark.slow
 async def test_counters_equal_the_truth_and_survive_the_engine(
     one_engine: str, demo_model: Path, tmp_path: Path, requests: int
