@@ -187,7 +187,7 @@ def test_the_table_of_the_draft_is_told_from_that_of_the_model_and_of_other_tria
 @pytest.fixture(scope="module")
 def native(native_engine: Path | None, folder: Path) -> tuple[EngineBinary, Mapping[str, str]]:
     if native_engine is None or shutil.which("gcc") is None:
-        pytest.skip("needs the native engine and gcc")
+        pytest.skip("needs a native llama-server and gcc; deploy/native-engine-debian.sh and apt-get install gcc")
     extra = {"GGML_VK_VISIBLE_DEVICES": "0", "LD_PRELOAD": str(build_shim(folder))}
     return find_engine(str(native_engine)), child_environment(os.environ) | extra
 
@@ -233,7 +233,7 @@ def test_answers_are_the_same_and_guesses_are_made(
 ) -> None:
     """The model is its own draft: every guess is right."""
     if native_engine is None:
-        pytest.skip("no native engine")
+        pytest.skip("no native llama-server on this machine; deploy/native-engine-debian.sh installs one")
     common = {"path": str(demo_model), "context": 256, "max_tokens": 24}
     config = {
         "engine": {"binary": str(native_engine)},

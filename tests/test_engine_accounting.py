@@ -126,7 +126,7 @@ def test_both_engines_account_for_the_demo_model(engine: str, demo_model: Path) 
 
 def test_a_projector_is_counted_apart(native_engine: Path | None, tmp_path: Path) -> None:
     if native_engine is None:
-        pytest.skip("no native engine")
+        pytest.skip("no native llama-server on this machine; deploy/native-engine-debian.sh installs one")
     model = write(tmp_path / "text.gguf", shapes.gemma3(layers=6, vocabulary=32000))
     projector = read_header(write(tmp_path / "mmproj.gguf", projector_shapes.siglip(blocks=2)))
     plan = replace(plan_for(model), mmproj=projector)
@@ -137,7 +137,7 @@ def test_a_projector_is_counted_apart(native_engine: Path | None, tmp_path: Path
 
 def test_a_damaged_model_is_a_finding(native_engine: Path | None, demo_model: Path, tmp_path: Path) -> None:
     if native_engine is None:
-        pytest.skip("no native engine")
+        pytest.skip("no native llama-server on this machine; deploy/native-engine-debian.sh installs one")
     plan = plan_for(demo_model)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(64))
