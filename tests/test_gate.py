@@ -76,7 +76,7 @@ async def used_prompt_tokens(served: InProcess, request: ChatRequest) -> int:
     """What the engine says after it has answered."""
     meter = UsageMeter(keep_usage=False)
     async with served.backend.open(request.engine_body(max_tokens=1)) as reply:
-        async for chunk in reply.chunks():
+        while chunk := await reply.read():
             meter.feed(chunk)
     assert meter.usage is not None
     return meter.usage.prompt_tokens

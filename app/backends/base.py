@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -16,8 +16,8 @@ CHAT_ROUTE = "/v1/chat/completions"
 class Reply(Protocol):
     """An answer that has begun."""
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The bytes of the event stream as they arrive, cut anywhere."""
+    async def read(self) -> bytes:
+        """Bytes of the event stream as they arrive, cut anywhere; empty at the end."""
 
 
 class Backend(Protocol):

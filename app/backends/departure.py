@@ -6,8 +6,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 
-import aiohttp
-
+from app.engine.connection import Response
 from app.engine.releases import Releases
 from app.errors import EngineGone
 
@@ -26,11 +25,10 @@ class Departure:
     unread: bytes = b""
     held_tokens: int | None = None
 
-    async def let_go(self, response: aiohttp.ClientResponse, releases: Releases) -> None:
+    async def let_go(self, response: Response, releases: Releases) -> None:
         """Close the engine's socket and wait until it has freed the slot."""
-        with suppress(aiohttp.ClientError, OSError):
-            self.unread = response.content.read_nowait()
-        is_over = response.status != 200 or response.content.at_eof() or b"[DONE]" in self.unread
+        self.unread = response.read_nowait()
+        is_over = response.status != 200 or response.at_eof() or b"[DONE]" in self.unread
         if self.slot is None or is_over:
             response.close()
             return
@@ -41,9 +39,9 @@ class Departure:
                     self.held_tokens = await heard
 
 
-async def landed(start: asyncio.Task[aiohttp.ClientResponse]) -> aiohttp.ClientResponse | None:
+async def landed(start: asyncio.Task[Response]) -> Response | None:
     """The response that was on its way when the client left; None when it does not come."""
-    with suppress(TimeoutError, aiohttp.ClientError, OSError, EngineGone):
+    with suppress(TimeoutError, OSError, EngineGone):
         async with asyncio.timeout(_LAST_WORD_SECONDS):
             return await start
     return None

@@ -8,14 +8,12 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
-from yarl import URL
 
 from app.backends.abilities import learn_abilities
 from app.backends.base import CHAT_ROUTE
@@ -24,7 +22,9 @@ from app.backends.departure import Departure, landed
 from app.backends.faults import engine_fault, read_object
 from app.backends.liveness import Flight, Liveness, Patience
 from app.engine.binary import EngineBinary
+from app.engine.client import EngineClient
 from app.engine.command import Endpoint, build_argv, child_environment, shares_cells
+from app.engine.connection import Response
 from app.engine.process import EngineExit, EngineProcess, LaunchSpec, State
 from app.engine.records import INSTANCE_VARIABLE
 from app.engine.report import MeasuredMemory
@@ -36,8 +36,6 @@ from app.trace_context import outgoing_headers
 
 _log = logging.getLogger(__name__)
 
-# llama-server closes a connection that is idle for 5 s; ours must go first.
-_KEEPALIVE_SECONDS = 3.0
 # The progress of a prompt comes once per batch: it is given twice the time that such a batch should take, where a
 # prompt runs at least four times as fast as an answer.
 _SLOW_BATCHES = 2.0
@@ -49,18 +47,26 @@ class _RouteMissingError(Exception):
 
 
 class _EngineReply:
-    def __init__(self, response: aiohttp.ClientResponse, flight: Flight) -> None:
+    def __init__(self, response: Response, flight: Flight) -> None:
         self._response = response
         self._flight = flight
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def read(self) -> bytes:
+        """What has come, after waiting for the first of it; empty at the end."""
         flight = self._flight
-        async for chunk in self._response.content.iter_any():
-            # A comment is the HTTP server's ping: it comes from a hanging engine too.
-            flight.chunks += not chunk.startswith(b":")
-            flight.is_awaited = False
-            yield chunk
-            flight.is_awaited = True
+        flight.is_awaited = True
+        chunk = await self._response.read()
+        # A comment is the HTTP server's ping: it comes from a hanging engine too.
+        flight.chunks += not chunk.startswith(b":")
+        flight.is_awaited = False
+        return chunk
+
+    async def read_all(self) -> bytes:
+        """All that comes until the end."""
+        parts = []
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
 
 
 class LocalBackend:
@@ -112,8 +118,7 @@ class LocalBackend:
         )
         self._liveness = Liveness(self.endpoint, self._patience, on_hang=self.process.declare_hung)
         self._watch: asyncio.Task[None] | None = None
-        self._session: aiohttp.ClientSession | None = None
-        self._urls: dict[str, URL] = {}
+        self._client: EngineClient | None = None
         self._counter: TokenCounter | None = None
         self.slots = 0
         self._conversations = conversations
@@ -147,7 +152,7 @@ class LocalBackend:
         finally:
             # The engine has read it by now.
             self._key_file.unlink(missing_ok=True)
-        self._session = self._connect()
+        self._client = EngineClient(self.endpoint, api_key=self._key)
         self._watch = asyncio.create_task(self._liveness.watch(), name=f"liveness of {self.model_id}")
         await self._learn_limits()
         if self._conversations is not None:
@@ -167,8 +172,8 @@ class LocalBackend:
         if self._conversations is not None and self.is_ready:
             await self._conversations.save(self._ask_slots)
         # First the connections: an open stream would keep the engine from leaving at once.
-        if self._session is not None:
-            await self._session.close()
+        if self._client is not None:
+            self._client.close()
         await self.process.stop()
         if self.endpoint.socket is not None:
             self.endpoint.socket.unlink(missing_ok=True)
@@ -183,7 +188,7 @@ class LocalBackend:
                 response = await self._begin(route, body, departure)
                 try:
                     if response.status != 200:
-                        raise engine_fault(response.status, await response.read())
+                        raise engine_fault(response.status, await response.read_all())
                     yield _EngineReply(response, flight)
                 except asyncio.CancelledError:
                     if departure is not None:
@@ -191,13 +196,13 @@ class LocalBackend:
                     raise
                 finally:
                     response.close()
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise EngineGone("The engine ended in the middle of the answer; send the request again.") from error
 
     async def query(self, route: str, document: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a question that is no stream."""
         async with self.open(orjson.dumps(document), route) as reply:
-            content = b"".join([chunk async for chunk in reply.chunks()])
+            content = await reply.read_all()
         return read_object(content)
 
     async def busy_slots(self) -> int:
@@ -228,26 +233,7 @@ class LocalBackend:
         body = orjson.dumps({"content": text, "add_special": special, "parse_special": True})
         return len((await self._ask("/tokenize", body))["tokens"])
 
-    def _connect(self) -> aiohttp.ClientSession:
-        connector: aiohttp.BaseConnector
-        if self.endpoint.socket is not None:
-            connector = aiohttp.UnixConnector(
-                path=str(self.endpoint.socket), limit=0, keepalive_timeout=_KEEPALIVE_SECONDS
-            )
-        else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
-        return aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            # Silence is ended by the watch, for all requests at once.
-            timeout=aiohttp.ClientTimeout(total=None),
-            headers={"authorization": f"Bearer {self._key}", "content-type": "application/json"},
-            auto_decompress=False,
-            # Answers may hold an event of any length; we cut them ourselves.
-            read_bufsize=1 << 18,
-        )
-
-    async def _begin(self, route: str, body: bytes, departure: Departure | None) -> aiohttp.ClientResponse:
+    async def _begin(self, route: str, body: bytes, departure: Departure | None) -> Response:
         """The response's head; a client that leaves meanwhile leaves once it is known whether the engine has begun."""
         if departure is None:
             return await self._post(route, body)
@@ -259,29 +245,29 @@ class LocalBackend:
                 await departure.let_go(response, self.process.releases)
             raise
 
-    async def _post(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+    async def _post(self, path: str, body: bytes) -> Response:
         """One POST, sent again once when it found a kept connection closed.
 
         The engine closes each after 100 requests or 5 s without a word of warning; it sends a response's head when it
         begins, so what failed before the head has not begun.
         """
-        if self._session is None:
+        if self._client is None:
             raise EngineGone("The engine is not running; send the request again.")
-        url, trace = self._url(path), outgoing_headers()
+        trace = outgoing_headers()
         try:
-            return await self._session.post(url, data=body, headers=trace, allow_redirects=False)
-        except aiohttp.ClientConnectionError:
+            return await self._client.post(path, body, trace)
+        except OSError:
             if self.process.state is not State.READY:
                 raise
-            return await self._session.post(url, data=body, headers=trace, allow_redirects=False)
+            return await self._client.post(path, body, trace)
 
     async def _ask(self, path: str, body: bytes | None = None) -> Any:
         """A small question outside the slots; raises _RouteMissingError for a route that this build lacks."""
         try:
             response = await self._get(path) if body is None else await self._post(path, body)
-            async with response:
-                content = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
+            with closing(response):
+                content = await response.read_all()
+        except OSError as error:
             raise EngineGone("The engine ended before it could answer; send the request again.") from error
         if response.status == 404:
             raise _RouteMissingError(path)
@@ -292,17 +278,10 @@ class LocalBackend:
         except orjson.JSONDecodeError as error:
             raise UpstreamFailed(f"The engine answered {path} with something that is not JSON.") from error
 
-    async def _get(self, path: str) -> aiohttp.ClientResponse:
-        if self._session is None:
+    async def _get(self, path: str) -> Response:
+        if self._client is None:
             raise EngineGone("The engine is not running; send the request again.")
-        return await self._session.get(self._url(path))
-
-    def _url(self, path: str) -> URL:
-        # Building and checking a URL from text would cost a tenth of the whole request.
-        url = self._urls.get(path)
-        if url is None:
-            url = self._urls[path] = URL(f"http://127.0.0.1:{self.endpoint.port or 80}{path}")
-        return url
+        return await self._client.get(path)
 
     async def _learn_limits(self) -> None:
         try:

@@ -53,19 +53,20 @@ class _RemoteReply:
     def __init__(self, response: aiohttp.ClientResponse, model_id: str) -> None:
         self._response = response
         self._model_id = model_id
+        self._splitter = SSESplitter()
         # By the server's own account, at the end.
         self.prompt_tokens: int | None = None
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Whole events, in which the model has the name by which our client asked for it."""
-        splitter = SSESplitter()
-        async for chunk in self._response.content.iter_any():
+    async def read(self) -> bytes:
+        """Whole events, in which the model has the name by which our client asked for it; empty at the end."""
+        while chunk := await self._response.content.readany():
             try:
-                events = splitter.feed(chunk)
+                events = self._splitter.feed(chunk)
             except EventTooLong as error:
                 raise UpstreamFailed(f"The remote server's answer cannot be read: {error}.", streamed=True) from error
             if events:
-                yield b"".join(map(self._ours, events))
+                return b"".join(map(self._ours, events))
+        return b""
 
     def _ours(self, event: bytes) -> bytes:
         """The event as llama-server would write it: compact, which is what is looked for further on."""

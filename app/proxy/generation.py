@@ -218,7 +218,7 @@ class Generation:
         return self._account.first_byte is not None or self._meter.events > 0
 
     async def _relay(self, reply: Reply, outlet: Outlet, rendering: StreamRendering) -> None:
-        async for chunk in reply.chunks():
+        while chunk := await reply.read():
             if (body := self._feed(chunk)) and (body := rendering.feed(body)):
                 if self._account.first_byte is None:
                     await self._begin(outlet)
@@ -234,7 +234,7 @@ class Generation:
         await outlet.begin(self._stream_headers())
 
     async def _aggregate(self, reply: Reply, outlet: Outlet, answer: Answer) -> None:
-        async for chunk in reply.chunks():
+        while chunk := await reply.read():
             if body := self._feed(chunk):
                 _add(answer, body)
         self._require_complete()
