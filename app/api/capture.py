@@ -6,6 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.captures import Capture, CaptureFolder
 from app.logs import request_id
+from app.proxy.outlet import WRITE_NOW
 
 # Of an answer; a request is bounded by server.max_body.
 _MOST_BYTES = 8 << 20
@@ -35,9 +36,15 @@ class CaptureMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive_and_keep, send_and_keep)
+            await self._app(_without_shortcut(scope), receive_and_keep, send_and_keep)
         finally:
             self._folder.put(tape.capture(scope["path"]))
+
+
+def _without_shortcut(scope: Scope) -> Scope:
+    """Of the same request, but every part of the answer comes by here."""
+    extensions = {name: value for name, value in scope.get("extensions", {}).items() if name != WRITE_NOW}
+    return {**scope, "extensions": extensions}
 
 
 class _Tape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -13,11 +13,18 @@ from app.tokens import TokenCounter
 CHAT_ROUTE = "/v1/chat/completions"
 
 
+Sink = Callable[[bytes], bool]
+"""Takes bytes and returns True, or leaves them; must neither wait nor raise."""
+
+
 class Reply(Protocol):
     """An answer that has begun."""
 
     async def read(self) -> bytes:
         """Bytes of the event stream as they arrive, cut anywhere; empty at the end."""
+
+    def hand_to(self, sink: Sink) -> None:
+        """From now on give ``sink`` what arrives, at once; what it does not take is for ``read``, in order."""
 
 
 class Backend(Protocol):

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from app.backends.abilities import learn_abilities
-from app.backends.base import CHAT_ROUTE
+from app.backends.base import CHAT_ROUTE, Sink
 from app.backends.conversations import Conversations
 from app.backends.departure import Departure, landed
 from app.backends.faults import engine_fault, read_object
@@ -60,6 +60,18 @@ class _EngineReply:
         flight.chunks += not chunk.startswith(b":")
         flight.is_awaited = False
         return chunk
+
+    def hand_to(self, sink: Sink) -> None:
+        """From now on give ``sink`` what arrives, at once; what it does not take is for ``read``, in order."""
+        flight = self._flight
+
+        def count(chunk: bytes) -> bool:
+            if not sink(chunk):
+                return False
+            flight.chunks += not chunk.startswith(b":")
+            return True
+
+        self._response.hand_to(count)
 
     async def read_all(self) -> bytes:
         """All that comes until the end."""

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from app.backends.base import CHAT_ROUTE
+from app.backends.base import CHAT_ROUTE, Sink
 from app.backends.breaker import Breaker, BreakerRules, Circuit
 from app.backends.departure import Departure
 from app.backends.remote_counting import new_counter
@@ -67,6 +67,9 @@ class _RemoteReply:
             if events:
                 return b"".join(map(self._ours, events))
         return b""
+
+    def hand_to(self, sink: Sink) -> None:
+        """Never: every event is rewritten."""
 
     def _ours(self, event: bytes) -> bytes:
         """The event as llama-server would write it: compact, which is what is looked for further on."""

@@ -23,7 +23,7 @@ class BrokenOff(ConnectionError):
 class Response:
     """An answer that comes: ``status`` once its head is there, its body in pieces as the engine wrote them."""
 
-    __slots__ = ("_connection", "_loop", "_parts", "_problem", "_unread_bytes", "_waiter", "status")
+    __slots__ = ("_connection", "_loop", "_parts", "_problem", "_sink", "_unread_bytes", "_waiter", "status")
 
     def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
@@ -34,6 +34,7 @@ class Response:
         self._unread_bytes = 0
         self._problem: str | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
 
     async def head(self) -> None:
         """Until ``status`` is known; raises BrokenOff."""
@@ -65,6 +66,14 @@ class Response:
             self._connection.resume()
         return data
 
+    def hand_to(self, sink: Callable[[bytes], bool]) -> None:
+        """Give ``sink`` each piece that comes while a reader waits; one that it does not take is read as any other.
+
+        The reader need not be woken for what is taken, and having nothing in hand it cannot be overtaken. The sink must
+        neither wait nor raise.
+        """
+        self._sink = sink
+
     def at_eof(self) -> bool:
         """Whether the answer has ended and been read."""
         return self._connection is None and not self._parts
@@ -74,8 +83,16 @@ class Response:
         if self._connection is not None:
             self._connection.close()
 
+    def begin(self, status: int) -> None:
+        """The connection: the head is there."""
+        self.status = status
+        self._wake()
+
     def add(self, part: bytes) -> None:
         """The connection: the next piece of the body."""
+        if self._sink is not None and self._waiter is not None and not self._parts and self._sink(part):
+            return
+        self._wake()
         self._parts.append(part)
         self._unread_bytes += len(part)
         if self._unread_bytes > _MAX_UNREAD_BYTES and self._connection is not None:
@@ -85,10 +102,9 @@ class Response:
         """The connection: nothing more will come, because of ``problem`` if the answer is not whole."""
         self._connection = None
         self._problem = problem
-        self.wake()
+        self._wake()
 
-    def wake(self) -> None:
-        """The connection: look again."""
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -175,8 +191,6 @@ class Connection(asyncio.Protocol):
         if self._head_bytes > _MAX_HEAD_BYTES and not response.status:
             self._end("its head does not end")
             self.close()
-            return
-        response.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone; an answer without a length ends by that."""
@@ -197,7 +211,7 @@ class Connection(asyncio.Protocol):
         """The parser: the head is whole; one of 1xx only announces another."""
         status = self._parser.get_status_code()
         if self._response is not None and status >= 200:
-            self._response.status = status
+            self._response.begin(status)
 
     def on_body(self, part: bytes) -> None:
         """The parser: a piece of the body."""

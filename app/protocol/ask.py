@@ -46,6 +46,7 @@ class Ask:
     """``endpoint`` is the name in the metrics; the makers get the prompt's tokens as admitted.
 
     With ``exact`` that number is the engine's own count, never a bound. ``content_type`` is that of a whole answer.
+    ``is_verbatim`` says that the stream goes out as it came, but for what the meter takes away.
     """
 
     request: TextRequest
@@ -54,6 +55,7 @@ class Ask:
     new_answer: Callable[[int], Answer]
     exact: bool = False
     content_type: bytes = b"application/json"
+    is_verbatim: bool = False
 
 
 class ChatStream:
@@ -79,4 +81,4 @@ def error_event(error: GatewayError) -> bytes:
 
 def ask_chat(request: ChatRequest) -> Ask:
     """A chat request of OpenAI's API."""
-    return Ask(request, "chat", lambda _: ChatStream(), lambda _: ChatAnswer())
+    return Ask(request, "chat", lambda _: ChatStream(), lambda _: ChatAnswer(), is_verbatim=True)

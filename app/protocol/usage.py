@@ -161,13 +161,27 @@ class UsageMeter:
         generated = max(0, held_tokens - prompt + 1)
         self.usage = Usage(min(prompt, held_tokens), generated, self._reused_tokens)
 
+    def is_plain(self, chunk: bytes) -> bool:
+        """Whether it is whole events that go to the client as they are, and are only to be counted."""
+        return (
+            not self._splitter.pending
+            and chunk.endswith(b"\n\n")
+            and not _says_something(chunk)
+            and self.error is None
+            and not self.done
+        )
+
+    def count(self, chunk: bytes) -> None:
+        """A plain chunk has gone to the client."""
+        self.events += chunk.count(b"}\n\n")
+
     def feed(self, chunk: bytes) -> bytes:
         """What of ``chunk`` goes to the client now; raises EventTooLong."""
+        if self.is_plain(chunk):
+            self.count(chunk)
+            return chunk
         if self.error is not None or self.done:
             return b""
-        if not self._splitter.pending and chunk.endswith(b"\n\n") and not _says_something(chunk):
-            self.events += chunk.count(b"}\n\n")
-            return chunk
         return b"".join(self._inspect(event) for event in self._splitter.feed(chunk))
 
     def _inspect(self, event: bytes) -> bytes:

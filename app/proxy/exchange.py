@@ -60,7 +60,7 @@ class ExchangeResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Race the exchange against the client's leaving; who leaves takes the exchange down with it."""
         with self._exchanges.tracked(self):
-            await self._race(receive, Outlet(send))
+            await self._race(receive, Outlet(scope, send))
 
     async def _race(self, receive: Receive, outlet: Outlet) -> None:
         exchange = self._task = asyncio.create_task(self._run(outlet))

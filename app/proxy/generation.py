@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from app.auth import ApiKey
@@ -222,12 +223,21 @@ class Generation:
             if (body := self._feed(chunk)) and (body := rendering.feed(body)):
                 if self._account.first_byte is None:
                     await self._begin(outlet)
+                    if self._ask.is_verbatim:
+                        reply.hand_to(partial(self._pass_on, outlet))
                 await outlet.write(body)
         self._require_complete()
         if self._account.first_byte is None:
             # An answer without a word, of which only the end is written.
             await self._begin(outlet)
         await outlet.write(rendering.end(self._meter.usage or Usage()), more=False)
+
+    def _pass_on(self, outlet: Outlet, part: bytes) -> bool:
+        """Forward at once what needs no look; anything else waits for its turn."""
+        if not self._meter.is_plain(part) or not outlet.write_now(part):
+            return False
+        self._meter.count(part)
+        return True
 
     async def _begin(self, outlet: Outlet) -> None:
         self._account.first_byte = time.monotonic()

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 Headers = list[tuple[bytes, bytes]]
+
+WriteNow = Callable[[bytes], bool]
+"""Write a part of an answer that has begun, if its client keeps up; False, and nothing is written, if not."""
+
+WRITE_NOW = "llama_gateway.write_now"
+"""The server's extension of ASGI by which parts pass every layer at once; who wants to see them takes it away."""
 
 # A comment of server-sent events: every client of OpenAI's API passes over it.
 _COMMENT = b": keep-alive\n\n"
@@ -17,8 +23,10 @@ _COMMENT = b": keep-alive\n\n"
 class Outlet:
     """The sending half of one exchange; ``begun`` means that the status has gone out and cannot be changed."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
         self._send = send
+        # Sends a part without waiting; False, and nothing is sent, where that cannot be.
+        self.write_now: WriteNow = scope.get("extensions", {}).get(WRITE_NOW, _never)
         self._sending_since: float | None = None
         self.begun = False
 
@@ -47,3 +55,7 @@ class Outlet:
 
 def _body(body: bytes, *, more: bool) -> MutableMapping[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def _never(_: bytes) -> bool:
+    return False
