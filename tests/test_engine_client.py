@@ -221,6 +221,38 @@ async def test_an_engine_waits_for_a_reader_who_does_not_read(tmp_path: Path) ->
         assert server.connections == 1
 
 
+async def test_pieces_go_to_the_sink_only_while_a_reader_waits() -> None:
+    """What the sink does not take is read in order, and nothing overtakes what the reader has in hand."""
+    loop = asyncio.get_running_loop()
+    connection, _ = _connection(loop, lambda _: None)
+    response, taken, refused = connection.send(b"", b""), list[bytes](), {b"3"}
+
+    def sink(part: bytes) -> bool:
+        if part not in refused:
+            taken.append(part)
+        return part not in refused
+
+    def arrive(*parts: bytes) -> None:
+        connection.data_received(b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts))
+
+    connection.data_received(CHUNKED)
+    await response.head()
+    response.hand_to(sink)
+    arrive(b"0")
+    assert await response.read() == b"0"
+    arrive(b"1")
+    assert await response.read() == b"1"
+    reading = asyncio.create_task(response.read())
+    await asyncio.sleep(0)
+    arrive(b"2")
+    arrive(b"3", b"4")
+    arrive(b"5")
+    assert await reading == b"345"
+    connection.data_received(b"0\r\n\r\n")
+    assert await response.read() == b""
+    assert taken == [b"2"]
+
+
 class _Sink(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -133,6 +134,28 @@ async def test_a_client_that_does_not_read_is_let_go(
         await deaf.close()
         await other.close()
     assert grown < 32 << 20
+
+
+@lines(109)
+async def test_a_client_that_reads_by_fits_and_starts_gets_every_byte_in_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, demo_model: Path
+) -> None:
+    """What goes straight through must not overtake what had to wait."""
+    deltas = [{"content": f"{number} " * 4000} for number in range(3000)]
+    switches = {"chunks": 3000, "tool_deltas": deltas, "digests": str(tmp_path / "digests")}
+    body = {"model": MODEL_ID, "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
+    received, sha = 0, hashlib.sha256()
+    async with served(monkeypatch, tmp_path, demo_model, switches) as running, httpx.AsyncClient() as client:
+        running.gateway.proxy.patience.pulse_seconds = 60
+        url = f"http://127.0.0.1:{running.port}/v1/chat/completions"
+        async with client.stream("POST", url, json=body | {"ignore_eos": True}, timeout=60) as response:
+            async for part in response.aiter_raw():
+                sha.update(part)
+                if received >> 22 != (received := received + len(part)) >> 22:
+                    await asyncio.sleep(0.05)
+        sent = (tmp_path / "digests").read_text().split()
+    assert received > 16 << 20
+    assert sha.hexdigest() == sent[-1]
 
 
 async def deaf_client(running: InProcess) -> Client:

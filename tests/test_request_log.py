@@ -188,5 +188,6 @@ async def test_every_request_has_its_line_and_no_line_its_words(
     assert CANARY in words["plain"]["request"]
     assert json.loads(words["plain"]["response"])["usage"] == usage
     assert words["stream"]["response"].endswith("data: [DONE]\n\n")
+    assert words["stream"]["response"].count('"content":') >= usage["completion_tokens"]
     assert words["refused"]["status"] == 400
     assert len(words) == 4
