@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ _PROC = Path("/proc")
 # Positions in /proc/PID/stat, counted from the state behind the name (proc(5)).
 _MAJOR_FAULTS = 9
 _RESIDENT_PAGES = 21
+_PAGE_BYTES = mmap.PAGESIZE
 # The kernel's common keys of DRM drivers (drm-usage-stats): amdgpu, i915 and xe write them.
 _DRM_LINE = re.compile(r"^(drm-[\w-]+):\s*(\S+)(?: (KiB|MiB))?", re.MULTILINE)
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
@@ -64,7 +66,7 @@ def _stat(process: Path) -> tuple[int, int] | None:
     """Major faults and resident bytes."""
     try:
         fields = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        return int(fields[_MAJOR_FAULTS]), int(fields[_RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE")
+        return int(fields[_MAJOR_FAULTS]), int(fields[_RESIDENT_PAGES]) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):
         return None
 
@@ -113,6 +115,8 @@ def _drm_bytes(entries: Mapping[str, re.Match[str]], region: str) -> int:
 def _elsewhere(pid: int) -> Footprint | None:
     """Where there is no /proc."""
     try:
-        return Footprint(int(psutil.Process(pid).memory_info().rss))
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        return Footprint(sum(int(one.memory_info().rss) for one in family))
     except psutil.Error:
         return None

@@ -224,9 +224,13 @@ def _mount(root: Path, controllers: str) -> Path:
 
 def usable_threads(*, root: Path = _ROOT) -> int:
     """Physical (on hybrids: performance) cores within our affinity, no more than the CPU quota of any control group."""
-    allowed = _allowed_cpus(root)
-    fast = _performance_cpus(root, allowed) or allowed
-    cores = len({_core(root, cpu) for cpu in fast})
+    if sys.platform == "win32":
+        psutil = _psutil()
+        cores = min(psutil.cpu_count(logical=False) or 1, len(psutil.Process().cpu_affinity()))
+    else:
+        allowed = _allowed_cpus(root)
+        fast = _performance_cpus(root, allowed) or allowed
+        cores = len({_core(root, cpu) for cpu in fast})
     quotas = [int(quota) for quota in _cpu_quotas(root)]
     return max(1, min([cores, *quotas]))
 
@@ -240,10 +244,11 @@ def cpu_features(*, root: Path = _ROOT) -> tuple[str, ...]:
 
 def open_files_limit() -> int | None:
     """How many files and connections a process of ours may have open; None where that is not limited."""
-    if sys.platform == "win32":
-        return None
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return None if limit == resource.RLIM_INFINITY else limit
+    limit: int | None = None
+    if sys.platform != "win32":
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = None if limit == resource.RLIM_INFINITY else limit
+    return limit
 
 
 def _allowed_cpus(root: Path) -> frozenset[int]:

@@ -23,8 +23,10 @@ else:
 
 _log = logging.getLogger(__name__)
 
-# sun_path holds 107 bytes and a socket's file name takes 14 with its slash.
-_LONGEST_RUN_DIR = 107 - 14
+# sun_path holds 107 bytes and a socket's file name takes 14 with its slash; Windows' engines listen on ports.
+_LONGEST_RUN_DIR = 107 - 14 if sys.platform != "win32" else 1 << 15
+# Windows lets nobody read what is locked: a byte far behind what the file holds.
+_LOCKED_BYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def _take(lock: BufferedRandom, state_dir: Path) -> None:
     """The lock is the system's: it ends with the process, however that ends."""
     try:
         if sys.platform == "win32":
+            lock.seek(_LOCKED_BYTE)
             msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,10 +78,9 @@ def _take(lock: BufferedRandom, state_dir: Path) -> None:
             f"Another gateway (process {holder or 'unknown'}) uses the state folder {state_dir}; stop it, or give this "
             "one its own state_dir (LLAMA_GATEWAY_STATE_DIR in the environment)."
         ) from None
-    if sys.platform != "win32":
-        lock.truncate(0)
-        lock.write(b"%d\n" % os.getpid())
-        lock.flush()
+    lock.truncate(0)
+    lock.write(b"%d\n" % os.getpid())
+    lock.flush()
 
 
 def _make_run_dir(state_dir: Path) -> Path:

@@ -44,14 +44,20 @@ from app.scheduler import Scheduler
 from app.service import ServiceManager
 from app.supervisor import Supervisor
 
-if sys.platform != "win32":
-    import uvloop
+if sys.platform == "win32":
+    from asyncio import ProactorEventLoop as _new_loop  # noqa: N813 - called for a loop, as the other one is
+else:
+    from uvloop import new_event_loop as _new_loop
 
 _log = logging.getLogger(__name__)
 
 # What is left to send when all answers have ended or were broken off.
 _LAST_BYTES_SECONDS = 2
 _ENGINES_STOP_SECONDS = 20.0
+_STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT]
+if sys.platform == "win32":
+    # Ctrl+Break, and what Windows makes of a window that is closed and of a session that ends.
+    _STOP_SIGNALS.append(signal.SIGBREAK)
 # A request makes several hundred objects; Python's own threshold of 700 looks through them once per request.
 _YOUNG_OBJECTS = 10_000
 
@@ -270,9 +276,11 @@ class Server(uvicorn.Server):
 
 
 def run(main: Callable[[StopRequest], Coroutine[Any, Any, None]]) -> None:
-    """Run the main coroutine on the fast loop; SIGTERM and SIGINT ask it to stop, KeyboardInterrupt if it could not."""
-    factory = None if sys.platform == "win32" else uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    """Run the main coroutine on the fast loop; SIGTERM and SIGINT (Ctrl+C) ask it to stop, on Windows Ctrl+Break too.
+
+    Raises KeyboardInterrupt when it could not.
+    """
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
         try:
             runner.run(_with_signals(main))
         except asyncio.CancelledError:
@@ -281,7 +289,7 @@ def run(main: Callable[[StopRequest], Coroutine[Any, Any, None]]) -> None:
 
 async def _with_signals(main: Callable[[StopRequest], Coroutine[Any, Any, None]]) -> None:
     stop, loop = StopRequest(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         try:
             loop.add_signal_handler(number, stop.ask)
         except NotImplementedError:

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from app.api import Gateway
@@ -49,7 +49,7 @@ class FileWatch:
 
 def listen_for_hangups(hear: Callable[[], None]) -> None:
     """From now on SIGHUP calls ``hear`` instead of ending the process; Windows has no such signal."""
-    with suppress(AttributeError, NotImplementedError):
+    if sys.platform != "win32":
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hear)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 
@@ -42,12 +43,12 @@ class ServiceManager:
             await asyncio.sleep(self._watchdog_seconds / 2)
 
     def _send(self, message: str) -> None:
-        if not self._address or not hasattr(socket, "AF_UNIX"):
-            return
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as connection:
-                # A service manager that does not read must not stop us.
-                connection.setblocking(False)
-                connection.sendto(message.encode(), self._address)
-        except OSError as error:
-            _log.warning("the service manager does not listen: %s", error.strerror)
+        # systemd is Linux's alone.
+        if self._address and sys.platform != "win32":
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as connection:
+                    # A service manager that does not read must not stop us.
+                    connection.setblocking(False)
+                    connection.sendto(message.encode(), self._address)
+            except OSError as error:
+                _log.warning("the service manager does not listen: %s", error.strerror)

@@ -99,6 +99,16 @@ def test_older_builds_have_no_prefix() -> None:
         (Cause.KILLED_FOR_MEMORY, 1, State.STARTING, "ggml: failed to allocate CPU buffer of size 99999"),
         (Cause.CRASH, 1, State.READY, "E llama_model_load: error loading model: a line of long ago"),
         (Cause.CRASH, 0, State.READY, ""),
+        # Windows: an exception's NTSTATUS is the exit code, and one of Python's own says what is missing.
+        (Cause.WRONG_CPU, 0xC000001D, State.READY, ""),
+        (Cause.MISSING_LIBRARY, 0xC0000135, State.STARTING, ""),
+        (Cause.MISSING_LIBRARY, 1, State.STARTING, "ImportError: DLL load failed while importing xllamacpp: x"),
+        (Cause.KILLED_FOR_MEMORY, 0xC0000017, State.READY, ""),
+        (Cause.KILLED_FOR_MEMORY, 0xC0000409, State.READY, "terminate called: std::bad_alloc"),
+        (Cause.OUT_OF_DEVICE_MEMORY, 0xC0000409, State.READY, "CUDA error: out of memory"),
+        (Cause.CRASH, 0xC0000005, State.READY, ""),
+        (Cause.CRASH, 0xC0000005, State.STARTING, ""),
+        (Cause.CRASH, 15, State.READY, ""),
     ],
 )  # fmt: skip
 def test_causes(cause: Cause, returncode: int, phase: State, line: str) -> None:

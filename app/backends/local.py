@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -352,11 +352,8 @@ class LocalBackend:
 
 
 def _endpoint(path: Path) -> Endpoint:
-    """A private socket where the platform has them, else a loopback port of the system's choice."""
-    if hasattr(socket, "AF_UNIX"):
-        return Endpoint(socket=path, port=None)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return Endpoint(socket=None, port=server.getsockname()[1])
+    """A private socket; on Windows, whose Python has none, a port of the loopback, which is open by our key alone."""
+    return Endpoint.on_loopback() if sys.platform == "win32" else Endpoint(socket=path)
 
 
 def _with_slow_batches(patience: Patience, plan: OffloadPlan) -> Patience:

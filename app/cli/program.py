@@ -6,6 +6,7 @@ of its own) and give it a line in ``COMMANDS``.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -60,6 +61,8 @@ def _not_called() -> None:
 
 def main() -> None:
     """Run the command line; every error is a sentence, a traceback only with ``--debug``."""
+    if sys.platform == "win32":
+        _never_fail_to_print()
     try:
         program(sys.argv[1:])()
     except SetupError as error:
@@ -68,6 +71,13 @@ def main() -> None:
         _fail(error, 1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _never_fail_to_print() -> None:
+    """What goes to a file or a pipe is written in Windows' code page, which has no bars and few letters."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _fail(error: GatewayError, code: int) -> None:

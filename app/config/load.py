@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,10 @@ def _refuse_unknown_variables() -> None:
 
 
 def _user_state_dir() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "llama-gateway"
+    if named := os.environ.get("XDG_STATE_HOME"):
+        return Path(named) / "llama-gateway"
+    usual = "AppData/Local/llama-gateway/state" if sys.platform == "win32" else ".local/state/llama-gateway"
+    return Path.home() / usual
 
 
 def _with_absolute_paths(settings: Settings, *, base: Path, state: Path | None) -> Settings:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,13 +22,13 @@ from app.engine.command import build_argv
 from app.engine.endpoint import Endpoint
 from app.engine.flags import FLAGS
 from app.engine.output import EngineOutput
+from app.engine.process_group import creation_flags, dying_with_us, end
 from app.engine.report import Cause, EngineExit, cause_of_death
 from app.engine.state import State
 from app.memory import AccountedMemory, Accounting
 from app.offload import OffloadPlan
 
 _MIB = 1 << 20
-_LAUNCHER = Path(__file__).with_name("launcher.py")
 _DEADLINE_SECONDS = 20.0
 _CHUNK_BYTES = 1 << 16
 _EXIT_LINES = 60
@@ -237,12 +236,13 @@ def _listen(
     """Run ``argv`` until ``feed`` has heard enough; how it ended when it ended by itself, else None."""
     output = EngineOutput()
     with subprocess.Popen(
-        _with_parent(argv),
+        dying_with_us(argv),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=dict(environment),
         start_new_session=True,
+        creationflags=creation_flags(),
     ) as process:
         assert process.stdout is not None
         expired = threading.Event()
@@ -256,7 +256,7 @@ def _listen(
             return EngineExit(None, Cause.HANG, State.STARTING) if expired.is_set() else _ending(returncode, output)
         finally:
             deadline.cancel()
-            _end(process)
+            end(process)
 
 
 def _ending(returncode: int, output: EngineOutput) -> EngineExit:
@@ -271,18 +271,6 @@ def _plain(line: str) -> str:
     return line if event is None else str(event.get("msg", "")).rstrip("\n")
 
 
-def _with_parent(argv: Sequence[str]) -> list[str]:
-    """Where the system can, the probe dies with us."""
-    if sys.platform != "linux":
-        return list(argv)
-    return [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), *argv]
-
-
 def _expire(process: subprocess.Popen[bytes], expired: threading.Event) -> None:
     expired.set()
-    _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    end(process)

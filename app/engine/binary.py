@@ -6,15 +6,16 @@ import errno
 import importlib.util
 import logging
 import os
+import platform
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.engine.environment import child_environment
+from app.engine.exit_status import Ending, ending_of, name_of
 from app.engine.flag_table import Flags, FlagTable
 from app.engine.probe import ProbeResult, run_probe
 from app.errors import EngineUnusable
@@ -39,8 +40,11 @@ _OLD_BUILD = re.compile(r"^version: (\d+) \(", re.MULTILINE)
 # An option starts in column 0: names, a hint for its value, then its help from column 40 on (or on the next line).
 _HELP_ROW = re.compile(r"^(-{1,2}[A-Za-z][\w.-]*(?:, +-{1,2}[A-Za-z][\w.-]*)*)(?: (\S+))?")
 _REMOVED = "the argument has been removed"
-_LOADER_LINE = re.compile(r"^.*(?:error while loading shared libraries|cannot open shared object|symbol lookup error|"
-                          r"Library not loaded|version `[^']+' not found).*$", re.MULTILINE)  # fmt: skip
+_LOADER_LINE = re.compile(
+    r"^.*(?:error while loading shared libraries|cannot open shared object|symbol lookup error|Library not loaded|"
+    r"version `[^']+' not found|DLL load failed).*$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,8 @@ def _embedded_files() -> list[Path]:
     if found is None or found.origin is None:
         return []
     # Beside it lies the library with the engine in it.
-    return sorted({Path(found.origin), *Path(found.origin).parent.glob("*.so")})
+    folder = Path(found.origin).parent
+    return sorted({Path(found.origin), *folder.glob("*.so"), *folder.glob("*.pyd")})
 
 
 def _native(path: Path, why: str, table: FlagTable | None) -> EngineBinary:
@@ -225,7 +230,7 @@ def _os_reason(error: OSError, path: Path) -> tuple[str, str]:
             return "it is a folder", "name the program in it"
         return "it is not executable", "run chmod +x on it (and look for noexec on its file system)"
     if error.errno == errno.ENOEXEC:
-        return f"it is not a program for this kind of machine ({os.uname().machine})", "install the right build"
+        return f"it is not a program for this kind of machine ({platform.machine()})", "install the right build"
     return str(error.strerror), "install it again"
 
 
@@ -236,27 +241,15 @@ def _exit_reason(result: ProbeResult, flag: str, timeout_seconds: float) -> tupl
     loader = _LOADER_LINE.search(result.stderr)
     if loader is not None:
         return f"a library is missing ({_quoted(loader[0])})", "install that library"
-    number = _signal_number(result.returncode)
-    if number == signal.SIGILL:
+    ending = ending_of(result.returncode)
+    if ending is Ending.ILLEGAL_INSTRUCTION:
         return f"it is built for another CPU{_missing_cpu_flags()}", "install a build for this CPU"
-    if number is not None:
-        return f"it was killed by {_signal_name(number)} when asked for {flag}", "install another build"
+    if ending is Ending.MISSING_LIBRARY:
+        return f"it was not started for a {name_of(result.returncode)}", "install what it needs"
+    if ending is not None:
+        return f"it was killed by {name_of(result.returncode)} when asked for {flag}", "install another build"
     last = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "it printed nothing")
     return f"{flag} ended with exit code {result.returncode} ({_quoted(last)})", "install another build"
-
-
-def _signal_number(returncode: int) -> int | None:
-    if returncode < 0:
-        return -returncode
-    # A shell around the program reports a signal this way.
-    return returncode - 128 if 128 < returncode < 160 else None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _missing_cpu_flags() -> str:

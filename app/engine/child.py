@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
-_LAUNCHER = Path(__file__).with_name("launcher.py")
+from app.engine import exit_watch, process_group
+
+if sys.platform == "win32":
+    # Its pipes are of the only kind that Windows' loop can read.
+    from asyncio.windows_utils import Popen as _Popen
+else:
+    from subprocess import Popen as _Popen
+
 # How long the last words of a dead process may take to arrive; a grandchild may keep the pipe open for ever.
 _LAST_WORDS_SECONDS = 0.25
 _KILLED_SECONDS = 5.0
 _SECOND_TERM_SECONDS = 1.0
-_POLL_SECONDS = 0.02
 
 
 class Child:
-    """A process that dies with us (on Linux) and whose whole group goes when it goes.
+    """A process that dies with us and whose whole group goes when it goes.
 
-    The end is read from the process itself (pidfd), never from its pipe.
+    The end is read from the process itself (pidfd or handle), never from its pipe.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
@@ -47,7 +50,7 @@ class Child:
         try:
             await child._listen(on_output)
         except BaseException:
-            child.signal_group(signal.SIGKILL)
+            process_group.end(popen)
             popen.wait()
             raise
         return child
@@ -61,24 +64,18 @@ class Child:
         """Until the process has ended; it is not reaped yet, so its pid and its group are still its own."""
         await self._exited.wait()
 
-    def signal_group(self, number: signal.Signals) -> None:
-        """Send a signal to every process of the group."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
     async def reap(self, *, grace_seconds: float) -> int | None:
         """TERM to the group, grace, KILL to the whole tree, wait; the exit code, negative for a signal.
 
         None for a process that even SIGKILL does not end within five seconds: a driver holds it inside the kernel.
         """
         family = self._descendants()
-        if not self._exited.is_set():
-            self.signal_group(signal.SIGTERM)
+        if not self._exited.is_set() and process_group.ask_to_end(self._popen):
             await self._wait_at_most(min(_SECOND_TERM_SECONDS, grace_seconds))
-        if not self._exited.is_set():
-            # With a stream open llama-server may wait for its next ping; it takes a second signal as "now".
-            self.signal_group(signal.SIGTERM)
+        # With a stream open llama-server may wait for its next ping; it takes a second signal as "now".
+        if not self._exited.is_set() and process_group.ask_to_end(self._popen):
             await self._wait_at_most(max(0.0, grace_seconds - _SECOND_TERM_SECONDS))
+        if not self._exited.is_set():
             family += self._descendants()
         self._kill(family)
         await self._wait_at_most(_KILLED_SECONDS)
@@ -98,34 +95,31 @@ class Child:
 
     def resident_bytes(self) -> int:
         """Resident size, 0 when it is gone."""
-        try:
-            return int(psutil.Process(self.pid).memory_info().rss)
-        except psutil.Error:
-            return 0
+        return int(self._sum(lambda process: process.memory_info().rss))
 
     def anonymous_bytes(self) -> int:
         """Resident size without mapped files, where the system tells them apart; 0 when it is gone."""
-        try:
-            memory = psutil.Process(self.pid).memory_info()
-        except psutil.Error:
-            return 0
-        return max(0, int(memory.rss) - int(getattr(memory, "shared", 0)))
+        return int(self._sum(_anonymous_bytes))
 
     def cpu_seconds(self) -> float:
         """Processor time that it has used, 0 when it is gone."""
-        try:
-            times = psutil.Process(self.pid).cpu_times()
-        except psutil.Error:
-            return 0.0
-        return float(times.user + times.system)
+        return self._sum(_cpu_seconds)
 
     def bytes_read(self) -> int:
         """What it has read so far, from disk or cache; 0 where the system does not count that."""
+        return int(self._sum(_bytes_read))
+
+    def _sum(self, figure: Callable[[psutil.Process], float]) -> float:
+        """Of the process; on Windows with what it started: in a virtual environment python.exe starts the real one."""
         try:
-            counters = psutil.Process(self.pid).io_counters()
+            total = figure(psutil.Process(self.pid))
         except (AttributeError, OSError, psutil.Error):
             return 0
-        return int(counters.read_bytes) + int(getattr(counters, "read_chars", 0))
+        if sys.platform == "win32":
+            for descendant in self._descendants():
+                with suppress(psutil.Error):
+                    total += figure(descendant)
+        return total
 
     async def _listen(self, on_output: Callable[[bytes], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -136,12 +130,7 @@ class Child:
         self._transport = transport
 
     async def _watch_exit(self) -> None:
-        try:
-            await _pidfd_readable(self.pid)
-        except (AttributeError, OSError):
-            # No pidfd: not Linux, or a sandbox that forbids it.
-            while self._popen.poll() is None:  # noqa: ASYNC110 - there is no event to wait for
-                await asyncio.sleep(_POLL_SECONDS)
+        await exit_watch.ended(self._popen)
         self._exited.set()
 
     async def _wait_at_most(self, seconds: float) -> None:
@@ -155,7 +144,7 @@ class Child:
             return []
 
     def _kill(self, family: Sequence[psutil.Process]) -> None:
-        self.signal_group(signal.SIGKILL)
+        process_group.end(self._popen)
         # Those that left the group; psutil makes sure that a pid was not given to somebody else meanwhile.
         for process in family:
             with suppress(psutil.Error):
@@ -166,6 +155,25 @@ class Child:
             await asyncio.wait_for(self._output_ended.wait(), _LAST_WORDS_SECONDS)
         if self._transport is not None:
             self._transport.close()
+
+
+def _anonymous_bytes(process: psutil.Process) -> int:
+    memory = process.memory_info()
+    if sys.platform == "win32":
+        own_bytes = int(memory.private)
+    else:
+        own_bytes = int(memory.rss) - int(getattr(memory, "shared", 0))
+    return max(0, own_bytes)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _bytes_read(process: psutil.Process) -> int:
+    counters = process.io_counters()
+    return int(counters.read_bytes) + int(getattr(counters, "read_chars", 0))
 
 
 class _OutputProtocol(asyncio.Protocol):
@@ -183,30 +191,12 @@ class _OutputProtocol(asyncio.Protocol):
 def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # Not the event loop's own spawning: its wait() also waits for the end of the pipes, and uvloop's leaves copies of
     # them in the child. This one blocks for the milliseconds of a vfork.
-    return subprocess.Popen(
-        _with_parent_death_signal(argv),
+    return _Popen(
+        process_group.dying_with_us(argv),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=dict(environment),
         start_new_session=True,
+        creationflags=process_group.creation_flags(),
     )
-
-
-def _with_parent_death_signal(argv: Sequence[str]) -> list[str]:
-    if sys.platform != "linux":
-        return list(argv)
-    return [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), *argv]
-
-
-async def _pidfd_readable(pid: int) -> None:
-    """Until the process has ended, without reaping it."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    descriptor = os.pidfd_open(pid)
-    try:
-        loop.add_reader(descriptor, readable.set)
-        await readable.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)

@@ -19,6 +19,9 @@ import xllamacpp
 _KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 _LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
 _PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT]
+if sys.platform == "win32":
+    _STOP_SIGNALS.append(signal.SIGBREAK)
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU"
 
 Params = Any  # xllamacpp.CommonParams: a native class without type information
@@ -40,7 +43,7 @@ class Option:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line, serve until SIGTERM or SIGINT, return the exit code."""
+    """Read the command line, serve until SIGTERM or SIGINT (on Windows Ctrl+Break), return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--version" in arguments:
         return _print_version()
@@ -81,8 +84,8 @@ def parse(arguments: Sequence[str]) -> Params:
 def _serve(params: Params) -> int:
     _die_with_parent()
     # While the model loads, xllamacpp holds the interpreter: no Python handler would run, so the kernel's default must.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     try:
         server = xllamacpp.Server(params)
     except RuntimeError as error:
@@ -99,22 +102,23 @@ def _serve(params: Params) -> int:
 
 def _wait_for_stop() -> None:
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    if sys.platform != "win32":
+        os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     # Written to by the C part of the handler, in whichever thread the signal lands; os.read itself resumes after EINTR.
     os.read(reader, 1)
 
 
 def _die_with_parent() -> None:
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # It may have died before the kernel knew of our wish.
-    if os.getppid() != parent:
-        os._exit(1)
+    # On Windows the job that our parent is in sees to it.
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # It may have died before the kernel knew of our wish.
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 # --- what the flags do -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,12 @@ class Endpoint:
         # llama-server takes any other name for a host to resolve.
         if self.socket is not None and self.socket.suffix != ".sock":
             raise ValueError(f"the name of an engine's socket must end in .sock: {self.socket}")
+
+    @classmethod
+    def on_loopback(cls) -> Endpoint:
+        """A port that is free now. Should another program take it first, the engine says so and gets another one."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return cls(port=server.getsockname()[1])
 
     @property
     def base_url(self) -> str:

@@ -12,6 +12,8 @@ import signal
 import sys
 from contextlib import suppress
 
+assert sys.platform != "win32"  # jobs do this there
+
 _PR_SET_PDEATHSIG = 1
 CANNOT_EXECUTE = 126
 # The kernel, short of memory, ends the engine and spares the gateway, which can start it again.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from app.engine.exit_status import Ending, ending_of
 from app.engine.state import State
 from app.offload.step_down import Shortage
 
@@ -206,7 +206,7 @@ _START_UP: tuple[tuple[Cause, re.Pattern[str]], ...] = (
         Cause.MISSING_LIBRARY,
         re.compile(
             r"error while loading shared libraries|cannot open shared object file|symbol lookup error|"
-            r"Library not loaded|version `[^']+' not found"
+            r"Library not loaded|version `[^']+' not found|ImportError: DLL load failed"
         ),
     ),
     # Ours: --device is not among the extra_args that may be given.
@@ -225,6 +225,12 @@ _GRAPH_MEMORY = re.compile(r"failed to allocate compute|failed to initialize the
 _MODEL_FILE = re.compile(
     r"error loading model|failed to load model|failed to open GGUF|invalid magic|exiting due to model loading error"
 )
+# Those that need no look into the log.
+_CAUSES: Mapping[Ending | None, Cause] = {
+    Ending.ILLEGAL_INSTRUCTION: Cause.WRONG_CPU,
+    Ending.MISSING_LIBRARY: Cause.MISSING_LIBRARY,
+    Ending.NO_MEMORY: Cause.KILLED_FOR_MEMORY,
+}
 
 
 def cause_of_death(
@@ -235,10 +241,10 @@ def cause_of_death(
     ``phase`` is the state it died in, ``lines`` its last log lines, ``oom_kills`` how many processes the kernel ended
     for memory meanwhile (None when it does not say): SIGKILL alone may also have come from a person.
     """
-    number = _signal_of(returncode)
-    if number == signal.SIGILL:
-        return Cause.WRONG_CPU
-    if number == signal.SIGKILL:
+    ending = ending_of(returncode)
+    if ending in _CAUSES:
+        return _CAUSES[ending]
+    if ending is Ending.KILLED:
         return Cause.CRASH if oom_kills == 0 else Cause.KILLED_FOR_MEMORY
     for pattern, cause in ((_DEVICE_MEMORY, Cause.OUT_OF_DEVICE_MEMORY), (_HOST_MEMORY, Cause.KILLED_FOR_MEMORY)):
         if _any(pattern, lines):
@@ -250,18 +256,9 @@ def cause_of_death(
             return cause
     if _any(_GRAPH_MEMORY, lines):
         return Cause.OUT_OF_DEVICE_MEMORY
-    if number is None and _any(_MODEL_FILE, lines):
+    if ending is None and _any(_MODEL_FILE, lines):
         return Cause.BAD_FILE
     return Cause.MISSING_LIBRARY if returncode == 127 else Cause.CRASH
-
-
-def _signal_of(returncode: int | None) -> int | None:
-    if returncode is None:
-        return None
-    if returncode < 0:
-        return -returncode
-    # A shell around the engine reports a signal this way.
-    return returncode - 128 if 128 < returncode < 160 else None
 
 
 def _any(pattern: re.Pattern[str], lines: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +20,17 @@ class ClockMark:
     boot: str
 
 
-def _steady() -> float:
-    """Seconds since the machine started, time asleep included where the system counts that."""
-    if hasattr(time, "CLOCK_BOOTTIME"):
+if sys.platform == "linux":
+
+    def _steady() -> float:
+        """Seconds since the machine started, time asleep included."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.monotonic()
+
+else:
+
+    def _steady() -> float:
+        """Seconds since the machine started."""
+        return time.monotonic()
 
 
 def _boot() -> str:
