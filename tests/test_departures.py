@@ -75,10 +75,11 @@ async def test_leaving_in_prefill_frees_the_slot(served: InProcess, stream: bool
     other = await served.send(messages=SHORT, stream=True, max_tokens=3000) if beside_another else None
     if other is not None:
         await other.until(b"data: ")
-    client = await served.send(messages=LONG, stream=stream, max_tokens=10)
+    client = await served.send(messages=LONG, stream=stream, max_tokens=1500)
     await leases_become(served, 2 if other else 1)
     await client.close()
     await engine_is_idle_but_for(served, 1 if other else 0)
+    assert requests_by_outcome(served) == {"client_gone": 1}
     if other is not None:
         await other.close()
 

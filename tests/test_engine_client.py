@@ -261,7 +261,7 @@ class _Sink(asyncio.Transport):
     def writelines(self, list_of_data: object) -> None:
         pass
 
-    def close(self) -> None:
+    def abort(self) -> None:
         self.is_closed = True
 
     def pause_reading(self) -> None:

@@ -16,11 +16,12 @@ _KEPT_SECONDS = 3.0
 class EngineClient:
     """As many connections as there are requests; those without one are used again, the last one first."""
 
-    def __init__(self, endpoint: Endpoint, *, api_key: str) -> None:
+    def __init__(self, endpoint: Endpoint, *, api_key: str = "") -> None:
         self.kept_seconds = _KEPT_SECONDS
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
-        self._head = f" HTTP/1.1\r\nhost: engine\r\nauthorization: Bearer {api_key}\r\n"
+        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._head = f" HTTP/1.1\r\nhost: engine\r\n{key}"
         self._all: set[Connection] = set()
         self._idle: deque[Connection] = deque()
         self._sweep: asyncio.TimerHandle | None = None
@@ -65,13 +66,16 @@ class EngineClient:
         return None
 
     async def _connect(self) -> Connection:
-        if self._is_closed:
-            raise ConnectionError("the engine's connections are closed")
         connection = Connection(self._loop, on_idle=self._keep, on_lost=self._all.discard)
         if self._endpoint.socket is not None:
             await self._loop.create_unix_connection(lambda: connection, str(self._endpoint.socket))
         else:
             await self._loop.create_connection(lambda: connection, "127.0.0.1", self._endpoint.port or 0)
+        if self._is_closed:
+            connection.close()
+        if not connection.is_open:
+            # Its end has been told already, and nobody would hear of it again.
+            raise ConnectionError("the connection to the engine was closed at once")
         self._all.add(connection)
         return connection
 

@@ -153,7 +153,8 @@ class Connection(asyncio.Protocol):
         """Close it, whatever runs; idempotent."""
         self.is_open = False
         if self._transport is not None:
-            self._transport.close()
+            # Not close(): what an engine that hangs has not read of a request would keep it open.
+            self._transport.abort()
         self._end("it was closed")
 
     def pause(self) -> None:
