@@ -87,11 +87,14 @@ class Place:
             yield gateway
         finally:
             process.kill()
+            process.wait(10)
+            for engine in self.engines():
+                # It would keep the pipes open that are closed next.
+                os.kill(engine, signal.SIGKILL)
             gateway.stop()
             for stream in (process.stdin, process.stdout, process.stderr):
                 assert stream is not None
                 stream.close()
-            wait_until(lambda: not self.engines(), seconds=1, what="the engines are gone")
 
     def body(self, **more: Any) -> dict[str, Any]:
         return {"model": self.name, "messages": [{"role": "user", "content": "Count to ten."}], **more}
