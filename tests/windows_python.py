@@ -109,7 +109,9 @@ def windows_python() -> Iterator[WindowsPython]:
     paths = ["python312.zip", ".", windows_path(found.folder / "site"), windows_path(_ROOT)]
     (found.folder / "python" / "python312._pth").write_text("\n".join(paths) + "\n")
     environment = found.environment()
-    subprocess.run(["wineboot", "--init"], env=environment, check=True, timeout=100, capture_output=True)
+    # No pipes: the services that it starts would hold them open.
+    quiet = subprocess.DEVNULL
+    subprocess.run(["wineboot", "--init"], env=environment, check=True, timeout=100, stdout=quiet, stderr=quiet)
     try:
         yield found
     finally:
