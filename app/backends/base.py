@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from app.backends.departure import Departure
+from app.engine.connection import Sink
 from app.protocol import Abilities
 from app.tokens import TokenCounter
 
 CHAT_ROUTE = "/v1/chat/completions"
-
-
-Sink = Callable[[bytes], bool]
-"""Takes bytes and returns True, or leaves them; must neither wait nor raise."""
 
 
 class Reply(Protocol):

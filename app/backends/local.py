@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from app.backends.abilities import learn_abilities
-from app.backends.base import CHAT_ROUTE, Sink
+from app.backends.base import CHAT_ROUTE
 from app.backends.conversations import Conversations
 from app.backends.departure import Departure, landed
 from app.backends.faults import engine_fault, read_object
@@ -24,7 +24,7 @@ from app.backends.liveness import Flight, Liveness, Patience
 from app.engine.binary import EngineBinary
 from app.engine.client import EngineClient
 from app.engine.command import Endpoint, build_argv, child_environment, shares_cells
-from app.engine.connection import Response
+from app.engine.connection import Response, Sink
 from app.engine.process import EngineExit, EngineProcess, LaunchSpec, State
 from app.engine.records import INSTANCE_VARIABLE
 from app.engine.report import MeasuredMemory

@@ -13,13 +13,14 @@ import aiohttp
 import orjson
 from yarl import URL
 
-from app.backends.base import CHAT_ROUTE, Sink
+from app.backends.base import CHAT_ROUTE
 from app.backends.breaker import Breaker, BreakerRules, Circuit
 from app.backends.departure import Departure
 from app.backends.remote_counting import new_counter
 from app.backends.remote_faults import is_its_fault, remote_fault
 from app.backends.remote_limits import Limits, RouteMissing, choose_limits
 from app.config import RemoteServer
+from app.engine.connection import Sink
 from app.errors import (
     EngineGone,
     GatewayError,

@@ -16,6 +16,10 @@ _MAX_UNREAD_BYTES = 1 << 18
 _MAX_HEAD_BYTES = 64 << 10
 
 
+Sink = Callable[[bytes], bool]
+"""Takes bytes and returns True, or leaves them; must neither wait nor raise."""
+
+
 class BrokenOff(ConnectionError):
     """The connection ended, or carried what is no HTTP, before the end of an answer."""
 
@@ -34,7 +38,7 @@ class Response:
         self._unread_bytes = 0
         self._problem: str | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._sink: Callable[[bytes], bool] | None = None
+        self._sink: Sink | None = None
 
     async def head(self) -> None:
         """Until ``status`` is known; raises BrokenOff."""
@@ -66,11 +70,10 @@ class Response:
             self._connection.resume()
         return data
 
-    def hand_to(self, sink: Callable[[bytes], bool]) -> None:
+    def hand_to(self, sink: Sink) -> None:
         """Give ``sink`` each piece that comes while a reader waits; one that it does not take is read as any other.
 
-        The reader need not be woken for what is taken, and having nothing in hand it cannot be overtaken. The sink must
-        neither wait nor raise.
+        The reader need not be woken for what is taken, and having nothing in hand it cannot be overtaken.
         """
         self._sink = sink
 
